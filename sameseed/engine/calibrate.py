@@ -37,9 +37,7 @@ PROMPT, TOKENS = 8, 16  # prompt and output tokens of the texts that `measure_en
 def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
     """Median seconds of passes over `rows` rows after a short context, and of two passes after `longest` tokens.
 
-    Stops after about `seconds`, with what was measured by then. Time for `PASSES` passes, at most `MOST` seconds, is
-    always granted. A cache too small for all rows or for a long context gives fewer points. The cache's blocks are free
-    again when this returns.
+    Ends after about `seconds`, but `PASSES` passes have `MOST` seconds. A small cache gives fewer points.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context = min(SHORT, room // 2)
@@ -68,10 +66,9 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
 
 @one_thread()
 def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) -> EngineCost:
-    """Measure the target's passes, then whole rounds of random texts, with and without drafts.
+    """The target's passes, then rounds of random texts, with and without drafts; no gap between passes.
 
-    Blocks and the drafter's counters are as before when this returns. The gap between passes is not set
-    (`measure_engine`).
+    Blocks and the drafter's counters are as before when this returns.
     """
     cost = EngineCost(measure_curve(runner, seconds), DraftCost(type(drafter).at_once))
     counted = [(metrics, vars(metrics.copy())) for _, metrics in drafter.counted()]
@@ -92,10 +89,7 @@ def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) 
 
 
 def measure_engine(engine: Engine, seconds: float) -> EngineCost:
-    """`measure_rounds`, corrected by rounds of texts that the engine itself writes, gaps between passes included.
-
-    Its counters leave these texts out, which belong to a tenant of their own.
-    """
+    """`measure_rounds`, corrected by rounds of the engine itself, gaps included; its counters leave them out."""
     cost = measure_rounds(engine.runner, engine.drafter, seconds)
     counted = [(metrics, vars(metrics.copy())) for _, metrics in engine.drafter.counted()]
     kept = {name: vars(engine)[name] for name in ("alarm", "times", "metrics")}
@@ -177,16 +171,22 @@ def _rounds(
     return unseen, late, measured
 
 
+def timed_pass(runner: ModelRunner, seqs: Seq[Sequence], draft: Draft) -> float:
+    """Seconds of a forward pass whose rows are taken back."""
+    before, pending, start = [seq.num_settled for seq in seqs], [seq.num_pending for seq in seqs], time.perf_counter()
+    runner.forward(seqs, draft, pending)
+    seconds = time.perf_counter() - start
+    for seq, settled in zip(seqs, before):
+        seq.num_settled = settled
+    return seconds
+
+
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
     """Median seconds of passes over `num_rows` rows after `context` - 1 cached rows."""
     seq.num_cached = seq.num_settled = context - 1
-    del seq.token_ids[context:]
-    seq.token_ids += [0] * (context - len(seq))
+    seq.token_ids[:] = [0] * context
     draft = Draft.chains([[0] * (num_rows - 1)])
     times: list[float] = []
     while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
-        start = time.perf_counter()
-        runner.forward([seq], draft, [1])
-        seq.num_settled = context - 1  # the row is taken back
-        times.append(time.perf_counter() - start)
+        times.append(timed_pass(runner, [seq], draft))
     return median(times[1:])  # the first pass of a size may include one-time preparation

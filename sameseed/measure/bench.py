@@ -222,23 +222,32 @@ class Bench:
     def measure(
         self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None
     ) -> dict[Arm, list[Run]]:
-        """`repeat` runs of every arm. Each batch is run by all arms in turn; the first arm rotates.
+        """`repeat` runs of every arm, as by `interleave`."""
+        return interleave([(self, workload)], repeat, tick)
 
-        `tick(label)` is called after every batch of every arm. Raises BenchStopped on Ctrl-C after the first runs.
-        """
-        runs: dict[Arm, list[Run]] = {arm: [Run() for _ in range(repeat)] for arm in self.arms}
-        for r in range(repeat):
-            try:
-                for i, batch in enumerate(workload.batches()):
-                    first = (r + i) % len(self.arms)
-                    for arm in self.arms[first:] + self.arms[:first]:
-                        run_batch(self.install(arm), batch, runs[arm][r])
-                        tick(arm.label)
-            except KeyboardInterrupt:
-                if not r:
-                    raise
-                raise BenchStopped({arm: whole[:r] for arm, whole in runs.items()}) from None
-        return runs
+
+def interleave(
+    benches: Seq[tuple[Bench, Workload]], repeat: int, tick: Callable[[str], None] = lambda label: None
+) -> dict[Arm, list[Run]]:
+    """`repeat` runs of every arm of all benches. Each batch is run by all arms one after the other; the first rotates.
+
+    The workloads have as many batches; no two benches share an Arm. `tick(label)` is called after every batch of every
+    arm. Raises BenchStopped on Ctrl-C after the first runs.
+    """
+    jobs = [(bench, arm, list(workload.batches())) for bench, workload in benches for arm in bench.arms]
+    runs: dict[Arm, list[Run]] = {arm: [Run() for _ in range(repeat)] for _, arm, _ in jobs}
+    for r in range(repeat):
+        try:
+            for i in range(len(jobs[0][2])):
+                first = (r + i) % len(jobs)
+                for bench, arm, batches in jobs[first:] + jobs[:first]:
+                    run_batch(bench.install(arm), batches[i], runs[arm][r])
+                    tick(arm.label)
+        except KeyboardInterrupt:
+            if not r:
+                raise
+            raise BenchStopped({arm: whole[:r] for arm, whole in runs.items()}) from None
+    return runs
 
 
 class BenchStopped(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from sameseed import scheme
 from sameseed.batch import MAX_NODES
 from sameseed.config import CacheConfig
+from sameseed.engine.calibrate import timed_pass
 from sameseed.engine.memory import block_bytes
 from sameseed.kvcache.cache import KVCache
 from sameseed.measure.limits import Limits
@@ -97,19 +97,12 @@ class TimedModel:
     def seconds(self, job: Pass) -> float:
         """Run a pass as the engine would, and return its seconds. Nothing is committed to the cache."""
         seqs = [self._sequence(i, job) for i in range(job.num_seqs)]
-        guessed = job.rows - 1 if job.kind == "chain" else 0
-        draft = Draft.chains([_tokens(7 + i, guessed, self.config.vocab_size) for i in range(len(seqs))])
-        num_pending = [seq.num_pending for seq in seqs]
+        drafted = job.rows - 1 if job.kind == "chain" else 0
+        draft = Draft.chains([_tokens(7 + i, drafted, self.config.vocab_size) for i in range(len(seqs))])
         try:
-            start = time.perf_counter()
-            self.runner.forward(seqs, draft, num_pending)
-            took = time.perf_counter() - start
-            if took < SHORT:
-                # The previous pass may be another model's. In an engine, a small model's weights stay in CPU caches.
-                start = time.perf_counter()
-                self.runner.forward(seqs, draft, num_pending)
-                took = time.perf_counter() - start
-            return took
+            seconds = timed_pass(self.runner, seqs, draft)
+            # The previous pass may be another model's. In an engine, a small model's weights stay in CPU caches.
+            return timed_pass(self.runner, seqs, draft) if seconds < SHORT else seconds
         finally:
             for seq in seqs:
                 self.runner.blocks.release(seq)
@@ -126,6 +119,12 @@ class TimedModel:
         return least_work(
             self.config, self.read_bytes, self.kv_row_bytes, job.context, job.num_seqs, job.new_tokens, job.logit_rows
         )
+
+
+def interleaved_seconds(jobs: Seq[tuple[TimedModel, Pass]], rounds: int) -> list[list[float]]:
+    """Seconds of each pass in each of `rounds` rounds over all passes, after one that warms up."""
+    each = [[model.seconds(job) for model, job in jobs] for _ in range(rounds + 1)]
+    return [list(seconds) for seconds in zip(*each[1:])]
 
 
 def least_work(

@@ -1,4 +1,4 @@
-"""Compare variants of a model: quality, size, memory, speed, and the effect of a format on speculation.
+"""Compare variants of a model: quality, size, memory, and a format's effect on speculation. Bench measures speed.
 
 Acceptance is measured twice: with the variant as target and the baseline's draft, and with the variant as draft for the
 baseline. A format may keep perplexity low and still lose the agreement of draft and target, which perplexity does not
@@ -24,8 +24,8 @@ from sameseed.engine.llm import LLM
 from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError, SameseedError, VocabularyError
-from sameseed.measure.bench import Bench, Run, fitted, fitting, run_batch
-from sameseed.measure.passes import Pass, TimedModel
+from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_batch
+from sameseed.measure.passes import Pass, TimedModel, interleaved_seconds
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality import advice, suite
 from sameseed.measure.quality.advice import Recommendation
@@ -33,7 +33,7 @@ from sameseed.measure.quality.perplexity import Interval, mean_interval, ratio, 
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.measure.quality.variant import Footprint, Variant, footprint, stored
-from sameseed.measure.workload import DEFAULT_PROMPTS, PLAIN, Arm, read_prompts
+from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, read_prompts
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.loader import resolve_model, target_scheme
@@ -46,6 +46,7 @@ FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warnin
 LOST = 1.1  # perplexity over the baseline's, above which a warning is given
 ADVICE_RATIO = 1.005  # perplexity over the baseline's, above which advice is measured
 COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
+CHAIN, CONTEXT, ROUNDS = 8, 256, 15  # rows of the pass in c(CHAIN), tokens cached before it, runs of each pass
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,59 @@ class Comparing:
     repeat: int = 3
     advise: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # keyword arguments of LLM besides formats and draft
+
+
+@dataclass(frozen=True)
+class DraftAcceptance:
+    """Acceptance in a run with a draft: acceptance rate with an interval over prompts, and tokens per draft."""
+
+    acceptance_rate: float | None
+    interval: Interval | None
+    mean_acceptance_length: float | None
+    num_drafts: int
+    accepted_per_pos: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: Run, seed: int) -> DraftAcceptance:
+        """Compute it from a run's counters. `seed`: of the bootstrap."""
+        each, m = [c.metrics.spec for c in run.completions], run.metrics
+        interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
+        counts = tuple(m.num_accepted_tokens_per_pos)
+        return cls(m.acceptance_rate, interval, m.mean_acceptance_length, m.num_drafts, counts)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Runs of plain decoding and with the draft, as bench measures them, and seconds of passes over 1 and CHAIN rows.
+
+    `kv_row_bytes`: bytes of one cached token.
+    """
+
+    plain: list[Run]
+    drafted: list[Run]
+    one: list[float]
+    chain: list[float]
+    weight_bytes: int
+    kv_row_bytes: float
+    stored: dict[str, str]
+
+    @property
+    def same_text(self) -> bool:
+        """Whether all runs generated the same texts, with and without the draft."""
+        return all(run.texts == self.plain[0].texts for run in (*self.plain, *self.drafted))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a record."""
+        pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(self.plain, self.drafted, strict=True)]
+        return {
+            "tokens_per_s": median(a for a, _ in pairs),
+            "drafted_tokens_per_s": median(b for _, b in pairs),
+            f"c{CHAIN}": median(self.chain) / median(self.one),
+            "pass_1_ms": median(self.one) * 1e3,
+            f"pass_{CHAIN}_ms": median(self.chain) * 1e3,
+            "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
+            "equals_plain": self.same_text,
+        }
 
 
 @dataclass
@@ -125,8 +179,7 @@ def report(
 
     def checked(v: Variant) -> None:
         drafts = "ngram" if drafts_for_itself(v, spec) else spec
-        config = make_config(drafts, **asked.engine, **v.settings)
-        check_parts(resolve_model(v.model), config)
+        check_parts(resolve_model(v.model), make_config(drafts, **asked.engine, **v.settings))
 
     def each(of: Seq[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
         """The results of those that can be run; the others are named in `into`. Raises what the baseline raises."""
@@ -161,12 +214,12 @@ def report(
     qualities = each(parsed, quality_of, failed)
     memories = each(list(qualities), memory_of, failed)
     groups = _groups(list(memories), asked)
-    tick = counter(partial(progress, "speed, in turns"), asked.repeat * len(prompts) * len(memories))
+    tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(memories))
 
     def speeds_of(group: Seq[Variant]) -> dict[Variant, Speed]:
-        its = measure(list(group), spec, prompts, asked.max_tokens, asked.engine, asked.repeat, tick)
+        found = _speeds(group, spec, prompts, asked, tick)
         gc.collect()
-        return dict(zip(group, its, strict=True))
+        return found
 
     try:
         speeds = {v: s for group in groups for v, s in speeds_of(group).items()}
@@ -176,13 +229,13 @@ def report(
     seed = asked.settings.seed
     rows = []
     for i, (v, its) in enumerate(speeds.items()):
-        quality, memory = qualities[v], memories[v]
         progress("as draft of the baseline", i, len(parsed))
         drafted, why = as_draft(base, v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed)
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
         if drafts_for_itself(v, spec):
             notes.append("it is the draft itself, so n-grams draft for it")
-        rows.append(Row(v, quality, memory, its, DraftAcceptance.of(its.drafted[0], seed), drafted, notes=notes))
+        as_target = DraftAcceptance.of(its.drafted[0], seed)
+        rows.append(Row(v, qualities[v], memories[v], its, as_target, drafted, notes=notes))
     _judge(rows, asked, progress)
     name = draft_text(spec) if spec.model is None else Path(spec.model).name
     draft, lost = f"{name}, {spec.num_draft_tokens} tokens", {v.label: reason for v, reason in failed.items()}
@@ -205,6 +258,16 @@ def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
     return spec
 
 
+def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
+    """Whether the draft is the variant's own model in no fewer bits. Such a draft always agrees, and saves nothing."""
+    if spec.model is None:
+        return False
+    folder = resolve_model(variant.model)
+    if folder.resolve() != resolve_model(spec.model).resolve():
+        return False
+    return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
+
+
 def _quality(variant: Variant, asked: Comparing, progress: Report) -> Quality:
     llm = LLM(variant.model, **{**asked.engine, **variant.settings})
     try:
@@ -221,11 +284,73 @@ def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
     engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
     whole = 0
     for v in variants:
-        config = make_config(None, **engine, **v.settings)
-        folder = resolve_model(v.model)
-        need = demand(folder, target_scheme(v.format, folder), config)
-        whole += 2 * need.weights  # twice: a second copy exists while the drafter is loaded
+        folder, config = resolve_model(v.model), make_config(None, **engine, **v.settings)
+        # Twice: a second copy exists while the drafter is loaded.
+        whole += 2 * demand(folder, target_scheme(v.format, folder), config).weights
     return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
+
+
+def _speeds(
+    variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing, tick: Callable[[], None]
+) -> dict[Variant, Speed]:
+    """Plain and drafted runs of all variants, interleaved; a variant that is the draft itself is drafted for by ngrams.
+
+    `tick` is called after each prompt of an arm. Raises what LLM raises, RequestError for a prompt that does not fit.
+    """
+    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+    params = SamplingParams(max_tokens=asked.max_tokens, seed=0)
+    benches = []
+    for v in variants:
+        arms = [Arm("plain", SpecConfig()), Arm("draft", ngram if drafts_for_itself(v, spec) else spec)]
+        given = fitted(v.model, {**asked.engine, **v.settings, "max_num_seqs": 1}, prompts, asked.max_tokens)
+        bench = Bench(v.model, arms, given)
+        benches.append((bench, bench.workload("prompts", prompts, params)))
+    for bench, workload in benches:
+        bench.warm_up(workload)
+    runs = interleave(benches, asked.repeat, lambda label: tick())
+    context = min(CONTEXT, *(bench.llm.engine.runner.model.max_model_len - CHAIN for bench, _ in benches))
+    passes = [Pass("chain", context, rows) for rows in (1, CHAIN)]
+    models = []
+    for bench, _ in benches:
+        runner = bench.llm.engine.runner
+        models.append(TimedModel(runner.model, runner.cache.format, passes))
+    gc.collect()
+    seconds = interleaved_seconds([(model, p) for model in models for p in passes], ROUNDS)
+    found = {}
+    for i, (v, (bench, _), model) in enumerate(zip(variants, benches, models)):
+        plain, drafted = (runs[arm] for arm in bench.arms)
+        one, chain = seconds[2 * i : 2 * i + 2]
+        sizes = model.weight_bytes, model.kv_row_bytes
+        found[v] = Speed(plain, drafted, one, chain, *sizes, stored(bench.llm))
+    return found
+
+
+def as_draft(
+    baseline: Variant,
+    variant: Variant,
+    num_draft_tokens: int,
+    prompts: Seq[Prompt],
+    max_tokens: int,
+    settings: dict[str, Any],
+    seed: int,
+) -> tuple[DraftAcceptance | None, str | None]:
+    """Acceptance with the variant as draft model for the baseline; (None, reason) if that is impossible.
+
+    (None, None) for the baseline's own weights, which agree by construction. The draft's KV cache has the baseline's
+    format, so only the effect of the weights is measured.
+    """
+    same = resolve_model(baseline.model).resolve() == resolve_model(variant.model).resolve()
+    if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):
+        return None, None
+    spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
+    params, run = SamplingParams(max_tokens=max_tokens), Run()
+    try:
+        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False})
+        jobs = [(tuple(p.encode(llm.tokenizer)), replace(params, seed=i)) for i, p in enumerate(prompts)]
+        run_batch(llm.engine, jobs, run)
+    except (VocabularyError, RequestError, ConfigError) as error:
+        return None, str(error)
+    return DraftAcceptance.of(run, seed), None
 
 
 def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
@@ -285,178 +410,3 @@ def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
     if not row.speed.same_text:
         found.append("speculation changed the text: this must not happen, report it as a defect of sameseed")
     return found
-
-
-CHAIN = 8  # rows of the pass in c(CHAIN)
-CONTEXT = 256
-ROUNDS = 15
-
-
-@dataclass(frozen=True)
-class DraftAcceptance:
-    """Acceptance in a run with a draft: acceptance rate with an interval over prompts, and tokens per draft."""
-
-    acceptance_rate: float | None
-    interval: Interval | None
-    mean_acceptance_length: float | None
-    num_drafts: int
-    accepted_per_pos: tuple[int, ...]
-
-    @classmethod
-    def of(cls, run: Run, seed: int) -> DraftAcceptance:
-        """Compute it from a run's counters. `seed`: of the bootstrap."""
-        each = [c.metrics.spec for c in run.completions]
-        interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
-        m = run.metrics
-        counts = tuple(m.num_accepted_tokens_per_pos)
-        return cls(m.acceptance_rate, interval, m.mean_acceptance_length, m.num_drafts, counts)
-
-
-@dataclass
-class Speed:
-    """Timings of one variant: runs of plain decoding (`plain`) and with the draft (`drafted`), and seconds of passes.
-
-    `one`, `chain`: seconds of passes over 1 row and over CHAIN rows. `kv_row_bytes`: bytes of one cached token.
-    """
-
-    plain: list[Run]
-    drafted: list[Run]
-    one: list[float] = field(default_factory=list)
-    chain: list[float] = field(default_factory=list)
-    weight_bytes: int = 0
-    kv_row_bytes: float = 0.0
-    stored: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return median(run.tokens_per_s for run in self.plain)
-
-    @property
-    def drafted_tokens_per_s(self) -> float:
-        return median(run.tokens_per_s for run in self.drafted)
-
-    @property
-    def c(self) -> float:
-        """c(CHAIN): median time of a pass over CHAIN rows, divided by the median time over one row."""
-        return median(self.chain) / median(self.one)
-
-    @property
-    def same_text(self) -> bool:
-        """Whether all runs generated the same texts, with and without the draft."""
-        return all(run.texts == self.plain[0].texts for run in (*self.plain, *self.drafted))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for a record."""
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "drafted_tokens_per_s": self.drafted_tokens_per_s,
-            f"c{CHAIN}": self.c,
-            "pass_1_ms": median(self.one) * 1e3,
-            f"pass_{CHAIN}_ms": median(self.chain) * 1e3,
-            "repetitions": [
-                {"tokens_per_s": a.tokens_per_s, "drafted_tokens_per_s": b.tokens_per_s}
-                for a, b in zip(self.plain, self.drafted, strict=True)
-            ],
-            "equals_plain": self.same_text,
-        }
-
-
-def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
-    """Whether the draft is the variant's own model in no fewer bits. Such a draft always agrees, and saves nothing."""
-    if spec.model is None:
-        return False
-    folder = resolve_model(variant.model)
-    if folder.resolve() != resolve_model(spec.model).resolve():
-        return False
-    return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
-
-
-def measure(
-    variants: Seq[Variant],
-    spec: SpecConfig,
-    prompts: Seq[Prompt],
-    max_tokens: int,
-    settings: dict[str, Any],
-    repeat: int,
-    tick: Callable[[], None],
-) -> list[Speed]:
-    """Load variants, decode the prompts `repeat` times with and without the draft, and time passes, all interleaved.
-
-    A variant that is the draft itself uses the ngram drafter instead. `tick` is called after each prompt of a variant.
-    Raises what LLM raises, RequestError for a prompt that does not fit.
-    """
-    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
-    params = SamplingParams(max_tokens=max_tokens, seed=0)
-    subjects = []
-    for v in variants:
-        arm = Arm("draft", ngram if drafts_for_itself(v, spec) else spec)
-        given = fitted(v.model, {**settings, **v.settings, "max_num_seqs": 1}, prompts, max_tokens)
-        bench = Bench(v.model, [PLAIN, arm], given)
-        subjects.append(
-            (
-                bench,
-                bench.workload("prompts", prompts, params),
-                Speed([Run() for _ in range(repeat)], [Run() for _ in range(repeat)]),
-            )
-        )
-    for bench, workload, _ in subjects:
-        bench.warm_up(workload)
-    for r in range(repeat):
-        for i in range(len(prompts)):
-            first = (r + i) % len(subjects)
-            for bench, workload, speed in subjects[first:] + subjects[:first]:
-                job = list(workload.batches())[i]
-                for arm, runs in zip(bench.arms, (speed.plain, speed.drafted), strict=True):
-                    run_batch(bench.install(arm), job, runs[r])
-                tick()
-    _passes([(bench, speed) for bench, _, speed in subjects])
-    return [speed for _, _, speed in subjects]
-
-
-def _passes(subjects: Seq[tuple[Bench, Speed]]) -> None:
-    """Time passes over one row and over CHAIN rows, interleaved over all variants."""
-    built = []
-    for bench, speed in subjects:
-        model, cache = bench.llm.engine.runner.model, bench.llm.engine.runner.cache
-        context = min(CONTEXT, model.max_model_len - CHAIN)
-        one, chain = (Pass("chain", context, rows) for rows in (1, CHAIN))
-        subject = TimedModel(model, cache.format, [one, chain])
-        speed.weight_bytes, speed.kv_row_bytes = subject.weight_bytes, subject.kv_row_bytes
-        speed.stored = stored(bench.llm)
-        built.append((subject, one, chain, speed))
-    gc.collect()
-    for done in range(ROUNDS + 1):
-        for subject, one, chain, speed in built:
-            a, b = subject.seconds(one), subject.seconds(chain)
-            if done:  # the first round warms up
-                speed.one.append(a)
-                speed.chain.append(b)
-
-
-def as_draft(
-    baseline: Variant,
-    variant: Variant,
-    num_draft_tokens: int,
-    prompts: Seq[Prompt],
-    max_tokens: int,
-    settings: dict[str, Any],
-    seed: int,
-) -> tuple[DraftAcceptance | None, str | None]:
-    """Acceptance with the variant as draft model for the baseline; (None, reason) if that is impossible.
-
-    (None, None) for the baseline's own weights, which agree by construction. The draft's KV cache has the baseline's
-    format, so only the effect of the weights is measured.
-    """
-    same = resolve_model(baseline.model).resolve() == resolve_model(variant.model).resolve()
-    if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):
-        return None, None
-    spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
-    try:
-        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False})
-        params = SamplingParams(max_tokens=max_tokens, seed=0)
-        jobs = [(tuple(p.encode(llm.tokenizer)), params) for p in prompts]
-        run = Run()
-        run_batch(llm.engine, [(tokens, replace(params, seed=i)) for i, (tokens, _) in enumerate(jobs)], run)
-    except (VocabularyError, RequestError, ConfigError) as error:
-        return None, str(error)
-    return DraftAcceptance.of(run, seed), None
