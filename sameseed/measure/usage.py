@@ -131,19 +131,21 @@ def _nvml() -> tuple[Any, Any] | None:
         return None
 
 
-def _gpu_j() -> float | None:
+def _asked(question: str) -> Any:
+    """NVML's answer to a question about the GPU; None if it cannot tell (older GPUs have no energy counter)."""
     if (found := _nvml()) is None:
         return None
     try:
-        return float(found[0].nvmlDeviceGetTotalEnergyConsumption(found[1])) / 1e3
-    except Exception:  # older GPUs have no energy counter
+        return getattr(found[0], question)(found[1])
+    except Exception:  # NVML has an exception class for each reason
         return None
+
+
+def _gpu_j() -> float | None:
+    joules = _asked("nvmlDeviceGetTotalEnergyConsumption")
+    return None if joules is None else joules / 1e3
 
 
 def _gpu_share() -> float | None:
-    if (found := _nvml()) is None:
-        return None
-    try:
-        return float(found[0].nvmlDeviceGetUtilizationRates(found[1]).gpu) / 100
-    except Exception:
-        return None
+    rates = _asked("nvmlDeviceGetUtilizationRates")
+    return None if rates is None else rates.gpu / 100

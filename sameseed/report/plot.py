@@ -171,7 +171,7 @@ def _finish(figure: Any, flat: Seq[Any], title: str, about: str) -> None:
         look = {"loc": "lower center", "bbox_to_anchor": (0.5, foot), "ncol": columns, "frameon": False, "fontsize": 8}
         figure.legend(list(handles.values()), labels, **look)
     if title:
-        figure.suptitle(head, x=0.012, y=1.0, ha="left", va="bottom", weight="bold", fontsize=10)
+        figure.text(0.012, 1.0, head, va="bottom", weight="bold", fontsize=10)
     figure.text(0.012, 0.05 / height, note, fontsize=6.5, color="0.35")
     figure.tight_layout(rect=(0, below + foot, 1, 1))
 

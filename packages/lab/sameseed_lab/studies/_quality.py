@@ -79,7 +79,7 @@ def quality_cells(formats: Seq[str]) -> list[QualityCell]:
 
 
 def quality_rows(records: Records) -> list[Row]:
-    """Rows of QualityCells; `lost`: perplexity over bf16's, `solved`: pass@1, both with 95 % intervals."""
+    """Rows of QualityCells; `lost`: perplexity over bf16's; `solved`: pass@1, with its 95 % interval."""
     rows = rows_of(records)
     base = next((r["perplexity"]["value"] for r in rows if r["perplexity"] and r["format"] == "bf16"), None)
     for row in rows:
@@ -90,5 +90,5 @@ def quality_rows(records: Records) -> list[Row]:
         if row["task"] == HUMANEVAL:
             row |= {"solved": told["value"], "solved_each": told["interval"]}
         elif base and told["value"] is not None:
-            row |= {"lost": told["value"] / base, "lost_each": [v / base for v in told["interval"] or ()]}
+            row["lost"] = told["value"] / base
     return rows
