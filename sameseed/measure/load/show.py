@@ -155,7 +155,7 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
 LEGEND = (
     "load: clients at once, or requests a second; good/s: requests a second within --ttft-slo and --tpot-slo; times in "
     "ms (latency in s): TTFT to the first token, TPOT for each other one, ITL from chunk to chunk (drafts that were "
-    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of repetitions in turns; "
+    "accepted arrive together); medians of the repetitions; speed-up: median of the ratios of interleaved repetitions; "
     "tokens/s of a second arm: the first's times that"
 )
 

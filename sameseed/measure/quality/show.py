@@ -151,7 +151,7 @@ def figures(record: Record) -> dict[str, Figure]:
 def comparison(records: Seq[Record], width: int) -> list[Table]:
     """Tables of all variants' figures, one column per variant, split to fit a terminal of `width` characters."""
     first = records[0]
-    turns = "in turns" if first["comparison"]["interleaved"] else "one after the other: not all fit in memory"
+    turns = "interleaved" if first["comparison"]["interleaved"] else "one after the other: not all fit in memory"
     title = f"against {first['config']['label']}; draft: {first['config']['draft']}; speed {turns}"
     count = max(2, (width - NAMES_WIDTH) // COLUMN_WIDTH)
     tables = []

@@ -37,7 +37,7 @@ class StudyArgs:
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: packaged
     num_prompts: Annotated[int, option("N")] = 12  # take N of them, spread over the file
     max_tokens: int = 64  # longest text
-    repeat: int = 3  # runs of each setting, in turns
+    repeat: int = 3  # runs of each setting, interleaved
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: all cores
     data: Annotated[Path | None, option("DIR")] = None  # evaluation sets, for cells that ask for one (HumanEval)
 

@@ -22,7 +22,7 @@ LAYERS, LONGEST = (2, 6), 8  # layers of LARGE that are measured; most tokens th
 
 @dataclass(frozen=True)
 class DepthCell:
-    """Costs of passes of LARGE and of MIDDLE, in turns. LARGE is measured at `LAYERS` layers and extended to all."""
+    """Costs of passes of LARGE and of MIDDLE, interleaved. LARGE is measured at `LAYERS` layers and extended to all."""
 
     name: str = "70b by layers"
     weight: float = 4.0
