@@ -140,6 +140,20 @@ TEXTS["embedded"] = {
     group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.7) for arm in arms]
     for group, arms in TEXTS["twin-1b"].items()
 }
+# A GGUF file of one's own (run.py --model FILE --draft FILE), which only llama.cpp and ours read as stored.
+STORED = Arm("sameseed as stored", "sameseed", "own", 0.0, {"format": "auto"})
+FILE = Arm("llama.cpp", "llama_cpp", "own", 0.0)
+OWN = ("draft", "own")
+TEXTS["own"] = {
+    "llama.cpp": [
+        STORED,
+        guessing(STORED, "n-grams", way="ngram"),
+        guessing(STORED, "draft model", OWN, way="{draft}"),
+        FILE,
+        *(guessing(FILE, f"draft model k={k}", OWN, k=k) for k in (3, 6)),
+        guessing(FILE, "n-grams", way="ngram-simple"),
+    ],
+}
 ALL = {**PLANS, **TEXTS}
 
 

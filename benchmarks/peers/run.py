@@ -26,8 +26,8 @@ from table import render
 from sameseed.engine.memory import available_memory
 from sameseed.errors import SameseedError
 from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
+from sameseed.models.loader import load_tokenizer
 from sameseed.report import record
-from sameseed.tokenizer import Tokenizer
 
 SCHEMA = "sameseed.peers/1"
 OUT = Path(__file__).resolve().parents[1] / "results" / "peers.jsonl"
@@ -52,6 +52,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--slow-rounds", type=int, default=Plan.slow_rounds, help="repetitions of prefill and batch, or of texts"
     )
+    parser.add_argument("--model", type=Path, help="with --shape own: the GGUF file of the target")
+    parser.add_argument("--draft", type=Path, help="with --shape own: the GGUF file of the draft model, if any")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, help="of texts: a file or a published set")
     parser.add_argument("--num-prompts", type=int, default=12, help="of texts: so many of them")
     parser.add_argument("--max-tokens", type=int, default=Plan.text_tokens, help="of texts: at most so many tokens")
@@ -79,7 +81,9 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
     for engine in sorted({arm.engine for arm in arms if not arm.ours}):
         if not (options.home / engine / ".installed").exists():
             problems.append(f"no environment of {engine} in {options.home}: `make peers PEERS_HOME={options.home}`")
-    for shape, kinds in wanted(options.shape, arms).items():
+    if options.shape == "own" and (options.model is None or not options.model.is_file()):
+        problems.append("--shape own needs the GGUF file of the target: --model FILE")
+    for shape, kinds in {} if options.shape == "own" else wanted(options.shape, arms).items():
         missing = [kind for kind in kinds if not path_of(options.work, shape, kind).exists()]
         if missing:
             problems.append(
@@ -93,6 +97,8 @@ def without_parallel(groups: dict[str, list[Arm]], options: argparse.Namespace) 
     """The groups without arms whose parallel draft was not made, which are named."""
 
     def there(arm: Arm) -> bool:
+        if options.shape == "own":
+            return arm.draft is None or options.draft is not None
         if arm.draft is None or arm.draft[0] != "parallel":
             return True
         made = path_of(options.work, f"{options.shape}-parallel", arm.draft[1]).exists()
@@ -122,6 +128,8 @@ def run_group(
     say = lambda text: print("  " + text, flush=True)  # noqa: E731
 
     def place(shape: str, kind: str) -> str:
+        if kind == "own":
+            return str((options.model if shape == "own" else options.draft).resolve())
         return str(path_of(options.work, shape, kind).resolve())
 
     def load(arm: Arm) -> dict[str, Any]:
@@ -139,7 +147,8 @@ def encoded(options: argparse.Namespace) -> list[list[int]]:
     """The prompts as token ids, for a shape whose arms generate texts; empty for other shapes. Raises ConfigError."""
     if options.shape not in TEXTS:
         return []
-    tokenizer = Tokenizer.from_folder(path_of(options.work, options.shape, "hf-bf16"))
+    own = options.shape == "own"
+    tokenizer = load_tokenizer(options.model if own else path_of(options.work, options.shape, "hf-bf16"))
     return [list(p.encode(tokenizer)) for p in read_prompts(options.prompts, options.num_prompts)]
 
 

@@ -130,7 +130,8 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
 
 def _machine(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
-    return str(machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads")
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    return str(machine.get("gpu") or f"{machine['cpu']}, {threads}")
 
 
 def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:

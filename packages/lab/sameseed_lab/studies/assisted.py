@@ -41,7 +41,8 @@ def derive(records: Records) -> list[Row]:
     rows += quality_rows([r for r in records if "perplexity" in r])
     for row in rows:
         row["bits"] = BITS.get(row["format"], STORED)
-        row["draft_bits"] = BITS.get(row["draft_format"], STORED) if row.get("draft_format") else None
+        if row.get("draft_format"):
+            row["draft_bits"] = BITS.get(row["draft_format"], STORED) if row["draft_model"] else "no weights"
         row["row"] = row["cell"] if row["drafted"] else f"{row['cell']}: plain"
     return rows
 

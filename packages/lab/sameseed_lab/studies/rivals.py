@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import sameseed
+from sameseed import registry
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.report.plot import Panel, Series
@@ -123,7 +124,7 @@ class PeerCell:
 
 def _files(setup: StudySetup) -> Iterator[tuple[str, str]]:
     yield "model", "target"
-    if setup.models["1b"] != "ngram":
+    if setup.models["1b"] not in registry.names("drafters"):
         yield "draft", "1b"
 
 
