@@ -35,7 +35,7 @@ INVALID = "[invalid]"  # the harness's mark for an answer from which no result c
 Splits = dict[str, list[Row]]
 
 
-def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
+def read_rows(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
     """The rows of a task by the harness's name of their split, and notes for the result.
 
     Raises ConfigError for missing or invalid data, or if the harness is not installed.
@@ -60,9 +60,9 @@ def read(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
     return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
 
 
-def run(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
-    """Run a task on a loaded model. Raises ConfigError as `read` does."""
-    splits, notes = read(name, settings)
+def run_harness(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
+    """Run a task on a loaded model. Raises ConfigError as `read_rows` does."""
+    splits, notes = read_rows(name, settings)
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -206,7 +206,7 @@ def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None
         elif name == "humaneval":
             data.rows(data.HUMANEVAL, settings.data)
         else:
-            read(name, settings)
+            read_rows(name, settings)
     if not tasks:
         raise ConfigError(f"no tasks; give one or more of {', '.join(NAMES)}")
 
@@ -237,7 +237,7 @@ def evaluate(
                 "models stand, absolute figures are not comparable with published ones"
             )
     results = [
-        humaneval(llm, settings, report) if task == "humaneval" else run(llm, task, settings, report)
+        humaneval(llm, settings, report) if task == "humaneval" else run_harness(llm, task, settings, report)
         for task in TASKS
         if task in tasks
     ]

@@ -84,12 +84,10 @@ def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> 
 
 
 @pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tasks that run through the harness; skipped where it is not installed."""
+def harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips tests of tasks that run through the harness where it is not installed."""
     pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    return harness
 
 
 def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[str]:
@@ -100,11 +98,11 @@ def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[s
 
 
 def test_gsm8k_scores_and_leaves_its_examples_out(
-    harness: Any, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+    harness: None, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = harness_answers(monkeypatch, answers)
-    result = suite.run(llm, "gsm8k", TaskSettings(data_folder))
+    result = suite.run_harness(llm, "gsm8k", TaskSettings(data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
     assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
@@ -112,7 +110,7 @@ def test_gsm8k_scores_and_leaves_its_examples_out(
 
 
 def test_prompts_are_those_of_the_harness_s_own_front_door(
-    harness: Any, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: None, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -120,43 +118,43 @@ def test_prompts_are_those_of_the_harness_s_own_front_door(
     from sameseed.measure.lm_eval import SameseedLM
 
     asked = harness_answers(monkeypatch, {})
-    splits, _ = suite.read("gsm8k", TaskSettings(data_folder))
+    splits, _ = suite.read_rows("gsm8k", TaskSettings(data_folder))
     tasks = suite._write_tasks("gsm8k", splits, Path(lm_eval.__file__).parent / "tasks", tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     lm_eval.simple_evaluate(model=SameseedLM(llm), tasks=tasks, task_manager=manager, bootstrap_iters=0)
     theirs = list(asked)
     asked.clear()
-    suite.run(llm, "gsm8k", TaskSettings(data_folder))
+    suite.run_harness(llm, "gsm8k", TaskSettings(data_folder))
     assert asked == theirs and len(asked) == 9
 
 
 def test_gsm8k_takes_the_training_set_for_examples(
-    harness: Any, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: None, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = data.rows(data.GSM8K, data_folder)
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
     asked = harness_answers(monkeypatch, {})
-    result = suite.run(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
+    result = suite.run_harness(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
 
 def test_a_short_context_cuts_the_beginning(
-    harness: Any, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
+    harness: None, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = harness_answers(monkeypatch, {})
-    result = suite.run(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
+    result = suite.run_harness(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
 
 def test_mmlu_pro_asks_after_examples_of_its_subject(
-    harness: Any, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+    harness: None, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
-    result = suite.run(llm, "mmlu_pro", TaskSettings(data_folder))
+    result = suite.run_harness(llm, "mmlu_pro", TaskSettings(data_folder))
     assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # the questions of law, then those of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
@@ -166,12 +164,12 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
     assert "option 3 of 101" in text and "of 100" not in text
 
 
-def test_mmlu_pro_takes_the_likeliest_letter(harness: Any, llm: LLM, data_folder: Path) -> None:
+def test_mmlu_pro_takes_the_likeliest_letter(harness: None, llm: LLM, data_folder: Path) -> None:
     from sameseed.measure.lm_eval import SameseedLM
 
-    result = suite.run(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
+    result = suite.run_harness(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     assert len(result.scores) == 4 and result.extra["without_letter"] == 0
-    splits, _ = suite.read("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
+    splits, _ = suite.read_rows("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
     examples = ""
     for row in [*splits["validation"][:5], *splits["test"]]:
         options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCDEFGHIJ", row["options"], strict=False))
@@ -186,20 +184,22 @@ def test_mmlu_pro_takes_the_likeliest_letter(harness: Any, llm: LLM, data_folder
 
 
 @pytest.mark.parametrize("letter", ["H", "", "AB", "a"])
-def test_a_wrong_letter_in_the_data_is_refused(harness: Any, data_folder: Path, tmp_path: Path, letter: str) -> None:
+def test_a_wrong_letter_in_the_data_is_refused(harness: None, data_folder: Path, tmp_path: Path, letter: str) -> None:
     rows = data.rows(data.MMLU_PRO, data_folder)
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        suite.read("mmlu_pro", TaskSettings(tmp_path))
+        suite.read_rows("mmlu_pro", TaskSettings(tmp_path))
 
 
-def test_a_subject_that_the_harness_lacks_is_refused(harness: Any, llm: LLM, data_folder: Path, tmp_path: Path) -> None:
+def test_a_subject_that_the_harness_lacks_is_refused(
+    harness: None, llm: LLM, data_folder: Path, tmp_path: Path
+) -> None:
     for kind, name in ((data.MMLU_PRO, "test"), (data.MMLU_PRO_SHOTS, "shots")):
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
     with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        suite.run(llm, "mmlu_pro", TaskSettings(tmp_path))
+        suite.run_harness(llm, "mmlu_pro", TaskSettings(tmp_path))
 
 
 def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: 
 # --- what they share ---
 
 
-def test_all_tasks_run_on_a_model_and_report(harness: Any, llm: LLM, data_folder: Path) -> None:
+def test_all_tasks_run_on_a_model_and_report(harness: None, llm: LLM, data_folder: Path) -> None:
     seen: dict[str, int] = {}
     settings = TaskSettings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
     found = suite.evaluate(
