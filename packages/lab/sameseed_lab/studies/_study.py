@@ -132,7 +132,7 @@ class Study:
 
     def _beside(self, theirs: Row, rows: list[Row]) -> list[Published]:
         part, made = theirs["part"], []
-        ours = matching(rows, {**part.get("where", {}), **{key: theirs[key] for key in part["keys"]}})
+        ours = _same_setting(rows, theirs)
         for name in part["measures"]:
             what = part["what"].format(**theirs)
             what += f": {self.layout['measures'][name]['title']}" if len(part["measures"]) > 1 else ""
@@ -143,8 +143,7 @@ class Study:
         """A panel for each measure and, where the plot is split by a field, each of that field's values."""
         panels, by = [], plot.get("split", "cell_of_all")
         mine = matching(rows, plot.get("where", {}))
-        ways = {row.get("way") for row in mine}
-        beside = [t for t in theirs if t["part"].get("plot") == plot["name"] and t.get("way") in {None, *ways}]
+        beside = [t for t in theirs if t["part"].get("plot") == plot["name"] and _same_setting(mine, t)]
         values = dict.fromkeys(row.get(by) for row in mine)
         for name in plot["measures"]:
             said = self.layout["measures"][name]
@@ -169,6 +168,12 @@ def _published_rows(part: Mapping[str, Any]) -> Iterable[Row]:
         }
         row["role"] = str(row.get("way", "")).strip("{}").upper()
         yield {**row, "label": part.get("label", "").format(**row)}
+
+
+def _same_setting(rows: Iterable[Row], theirs: Row) -> list[Row]:
+    """Our rows of a published figure's setting."""
+    part = theirs["part"]
+    return matching(rows, {**part.get("where", {}), **{key: theirs[key] for key in part["keys"]}})
 
 
 def _series(rows: Seq[Row], plot: Mapping[str, Any], name: str, by: str, published: bool = False) -> list[Series]:
