@@ -13,11 +13,11 @@ from typing import Any, Literal
 from sameseed.errors import ConfigError
 from sameseed.report.record import require
 
-# Colours that colour-blind readers can tell apart (after Okabe and Ito), as many as a panel has series.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MOST = len(COLOURS)
+# Colours that colour-blind readers can tell apart (after Okabe and Ito).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A5230")
+MOST = 6  # series of a panel
 GREYS = ("0.35", "0.55", "0.7")  # of published series
-MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DOTTED = (0, (1, 1.4))
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -185,7 +185,7 @@ def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> Non
     ticks = sorted({x for s in panel.series for x, _ in s.points if not s.limit})
     for s in panel.series:
         (colour, i), (x, y) = looks[s.label], ([p[0] for p in s.points], [p[1] for p in s.points])
-        look: dict[str, Any] = {"color": colour, "label": s.label, "marker": MARKERS[i % MOST], "markersize": 5}
+        look: dict[str, Any] = {"color": colour, "label": s.label, "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
         if s.published:
             look |= {"linestyle": "--", "markerfacecolor": "none"}
         if s.limit:
