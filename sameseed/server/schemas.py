@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,9 @@ _OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "un
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
 _OF_OBJECTS |= {"unevaluatedProperties"}
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
+# Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
+_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_LISTED, _NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions")
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
@@ -96,15 +100,30 @@ class _SchemaWalk:
             others = sorted(k for k in keys - {whole} if not k.startswith("x-"))
             if others and not (others == ["type"] and whole in ("enum", "const") and _typed(node, whole)):
                 raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
-            self._whole(node, whole, place, depth)
+            self._whole(whole, node[whole], f"{place}.{whole}")
         else:
-            self._plain(node, keys, place, depth)
-        for group in ("$defs", "definitions"):
-            self._each(node.get(group, {}), f"{place}.{group}", depth)
+            self._plain(node, keys, place)
+        for part, where in self._parts(node, place):
+            self.schema(part, where, depth + 1)
+        if "oneOf" in node:
+            self._tell_apart(node)
 
-    def _whole(self, node: dict[str, Any], key: str, place: str, depth: int) -> None:
-        value = node[key]
-        place = f"{place}.{key}"
+    def _parts(self, node: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
+        """The schemas within a schema, each with its path."""
+        for key in filter(node.__contains__, _LISTED):
+            if not isinstance(node[key], list) or not (node[key] or key == "prefixItems"):
+                raise self._fault(f"{place}.{key}", "must be a list of schemas")
+            yield from ((part, f"{place}.{key}[{i}]") for i, part in enumerate(node[key]))
+        for key in filter(node.__contains__, _NAMED):
+            if not isinstance(node[key], dict):
+                raise self._fault(f"{place}.{key}", "must be an object of schemas")
+            parts = list(node[key].items())  # a copy: a reference may lead here and change it
+            yield from ((part, f"{place}.{key}.{name[:64]}") for name, part in parts)
+        for key in filter(node.__contains__, _SINGLE):
+            if key == "propertyNames" or node[key] not in (None, False):
+                yield node[key], f"{place}.{key}"
+
+    def _whole(self, key: str, value: Any, place: str) -> None:
         if key == "$ref":
             # A reference must lead to a schema in the same document; nothing is fetched.
             if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
@@ -114,23 +133,13 @@ class _SchemaWalk:
         elif key == "enum":
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of at least one value")
-            if not all(map(_exact, value)):
-                raise self._fault(place, _TOO_LARGE)
             self._num_values += len(value)
             if self._num_values > limits.MAX_ENUM:
                 raise self._fault(place, f"has too many values: at most {limits.MAX_ENUM} in all")
-        elif key == "const":
-            if not _exact(value):
-                raise self._fault(place, _TOO_LARGE)
-        else:
-            if not isinstance(value, list) or not value:
-                raise self._fault(place, "must be a list of schemas")
-            if key == "allOf" and len(value) > 1:
-                raise self._fault(place, "of several schemas cannot be enforced; write them as one")
-            for i, part in enumerate(value):
-                self.schema(part, f"{place}[{i}]", depth + 1)
-            if key == "oneOf":
-                self._tell_apart(node)
+        elif key == "allOf" and isinstance(value, list) and len(value) > 1:
+            raise self._fault(place, "of several schemas cannot be enforced; write them as one")
+        if key in ("enum", "const") and not _exact(value):
+            raise self._fault(place, _TOO_LARGE)
 
     def _found(self, reference: str) -> Any:
         """The schema that a reference leads to; None if that is not a schema."""
@@ -157,14 +166,14 @@ class _SchemaWalk:
             node["anyOf"] = node.pop("oneOf")
             self.changed = True
 
-    def _plain(self, node: dict[str, Any], keys: set[str], place: str, depth: int) -> None:
+    def _plain(self, node: dict[str, Any], keys: set[str], place: str) -> None:
         types = node.get("type", [])
         types = [types] if isinstance(types, str) else types
         if not _are_types(types) or ("type" in node and not types):
             raise self._fault(f"{place}.type", f"must be of {', '.join(sorted(TYPES))}")
-        for group, needed in ((_OF_STRINGS, ("string",)), (_OF_NUMBERS, ("integer", "number"))):
+        for group, needed in ((_OF_STRINGS, "string"), (_OF_NUMBERS, "number")):
             if keys & group and not types:
-                raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed[-1]!r} beside it")
+                raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed!r} beside it")
         for key in keys & _COUNTS:  # JSON Schema takes 5.0 for 5, the compiler does not
             if isinstance(node[key], float) and node[key].is_integer():
                 node[key], self.changed = int(node[key]), True
@@ -172,14 +181,7 @@ class _SchemaWalk:
             if isinstance(node[key], int | float) and not -(2**63) <= node[key] < 2**63:
                 raise self._fault(f"{place}.{key}", _TOO_LARGE)
         self._string(node, place)
-        if not isinstance(node.get("prefixItems", []), list):
-            raise self._fault(f"{place}.prefixItems", "must be a list of schemas")
-        for i, part in enumerate(node.get("prefixItems", ())):
-            self.schema(part, f"{place}.prefixItems[{i}]", depth + 1)
-        for key in ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"):
-            if node.get(key) not in (None, False):
-                self.schema(node[key], f"{place}.{key}", depth + 1)
-        self._object(node, place, depth)
+        self._object(node, place)
 
     def _string(self, node: dict[str, Any], place: str) -> None:
         known = node["format"] if isinstance(node.get("format"), str) else ""
@@ -189,10 +191,9 @@ class _SchemaWalk:
         for key in idle & node.keys():
             del node[key]
             self.changed = True
-        sizes = [key for key in ("minLength", "maxLength") if key in node]
-        forms = [key for key in ("pattern", "format") if key in node]
-        if len(forms) > 1 or (forms and sizes):
-            raise self._fault(f"{place}.{(forms + sizes)[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
+        forms = [key for key in ("pattern", "format", "minLength", "maxLength") if key in node]
+        if len(forms) > 1 and forms[0] in ("pattern", "format"):
+            raise self._fault(f"{place}.{forms[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
         if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
             raise self._fault(f"{place}.format", f"must be one of {', '.join(sorted(FORMATS))}")
         if "pattern" in node:
@@ -208,27 +209,17 @@ class _SchemaWalk:
                 raise self._fault(f"{place}.pattern", str(error)) from None
             node["pattern"], self.changed = whole, True
 
-    def _object(self, node: dict[str, Any], place: str, depth: int) -> None:
-        properties = node.get("properties", {})
-        self._each(properties, f"{place}.properties", depth)
-        required = node.get("required", [])
+    def _object(self, node: dict[str, Any], place: str) -> None:
+        properties, required = node.get("properties", {}), node.get("required", [])
         if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
             raise self._fault(f"{place}.required", "must be a list of names")
-        if any(name not in properties for name in required):
+        if isinstance(properties, dict) and any(name not in properties for name in required):
             raise self._fault(f"{place}.required", "names a property that 'properties' lacks")
         if "propertyNames" in node:
             if properties or isinstance(node.get("additionalProperties"), dict):
                 raise self._fault(f"{place}.propertyNames", "cannot be enforced beside schemas of properties")
-            names = node["propertyNames"]
-            if isinstance(names, dict):
-                names.setdefault("type", "string")
-            self.schema(names, f"{place}.names", depth + 1)
-
-    def _each(self, group: Any, place: str, depth: int) -> None:
-        if not isinstance(group, dict):
-            raise self._fault(place, "must be an object of schemas")
-        for key, part in list(group.items()):  # a copy: a reference may lead here and change it
-            self.schema(part, f"{place}.{key[:64]}", depth + 1)
+            if isinstance(node["propertyNames"], dict):
+                node["propertyNames"].setdefault("type", "string")
 
     def _fault(self, place: str, message: str) -> ApiError:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
