@@ -8,7 +8,7 @@ from typing import Any
 from sameseed.server.conversation import NamedTool
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Piece
-from sameseed.server.replies import Job, Reply, ReplyChoice, event, shown_tokens
+from sameseed.server.replies import Job, Reply, ReplyChoice, event
 from sameseed.server.tools import Call, Found, More, Parser
 
 
@@ -80,9 +80,8 @@ class ChatReply(Reply):
 
     def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         message = self._said[index].message() | self._thoughts(choice.reasoning)
-        made: dict[str, Any] = {"index": index, "message": message, "finish_reason": choice.finish_reason}
-        made["logprobs"] = self._logprobs(choice, choice.logprobs) if self.with_logprobs else None
-        return made | (shown_tokens(choice) if self.show_tokens else {})
+        logprobs = self._logprobs(choice, choice.logprobs) if self.with_logprobs else None
+        return self.entry(index, {"message": message}, logprobs, choice.finish_reason, choice)
 
     def body(self) -> dict[str, Any]:
         return super().body() | ({"prompt_token_ids": self.prompts[0]} if self.show_tokens else {})
@@ -109,11 +108,9 @@ class ChatReply(Reply):
             delta["content"] = "".join(said.fresh)
         if said.fresh_calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in said.fresh_calls.items()]
+        logprobs = self._logprobs(choice, piece.logprobs) if self.with_logprobs else None
         reason = choice.finish_reason if ended else None
-        entry: dict[str, Any] = {"index": piece.index, "delta": delta, "finish_reason": reason}
-        if self.with_logprobs:
-            entry["logprobs"] = self._logprobs(choice, piece.logprobs)
-        yield self.chunk({"logprobs": None, **entry} | (shown_tokens(piece) if self.show_tokens else {}))
+        yield self.chunk(self.entry(piece.index, {"delta": delta}, logprobs, reason, piece))
 
     def _thoughts(self, parts: Seq[str]) -> dict[str, Any]:
         """The reasoning under two names: vLLM's `reasoning`, and DeepSeek's `reasoning_content`."""

@@ -173,6 +173,20 @@ class Reply:
         """The event of one entry of "choices"."""
         return f"{self._head}{_encode(entry)}]}}\n\n".encode()
 
+    def entry(
+        self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None, part: ReplyChoice | Piece
+    ) -> dict[str, Any]:
+        """One entry of "choices", of a body or a chunk.
+
+        If token ids are wanted: where in the text each begins, was it a draft token, and of which drafter level?
+        """
+        made = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        if self.show_tokens:
+            accepted = [int(level is not None) for level in part.levels]
+            made |= {"token_ids": part.token_ids, "accepted": accepted}
+            made |= {"levels": part.levels, "text_offset": part.text_offset}
+        return made
+
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
@@ -201,12 +215,6 @@ class Reply:
         """Events that end a stream with an error."""
         yield event(error.body(request_id))
         yield DONE
-
-
-def shown_tokens(part: ReplyChoice | Piece) -> dict[str, Any]:
-    """Token ids, where in the text each begins, whether it was a draft token, and which drafter level drafted it."""
-    accepted = [int(level is not None) for level in part.levels]
-    return {"token_ids": part.token_ids, "accepted": accepted, "levels": part.levels, "text_offset": part.text_offset}
 
 
 def speculation_metrics(completions: Seq[dict[str, Any]], num_spec_tokens: int) -> dict[str, Any]:
@@ -290,9 +298,9 @@ class CompletionReply(Reply):
 
     def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
         text = self._prefix(index, choice) + ("" if self.hidden else "".join(choice.text))
-        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": choice.finish_reason}
-        made["logprobs"] = self._logprobs(index, choice) if self.with_logprobs else None
-        return made | (shown_tokens(choice) | {"prompt_token_ids": self.prompt_of(index)} if self.show_tokens else {})
+        logprobs = self._logprobs(index, choice) if self.with_logprobs else None
+        made = self.entry(index, {"text": text}, logprobs, choice.finish_reason, choice)
+        return made | ({"prompt_token_ids": self.prompt_of(index)} if self.show_tokens else {})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice = self.choices[piece.index]
@@ -302,11 +310,8 @@ class CompletionReply(Reply):
             text, choice.unsent = self._prefix(piece.index, choice) + text, False
         if not text and not ended and not self.with_logprobs and not self.show_tokens:
             return
-        entry: dict[str, Any] = {"index": piece.index, "text": text, "logprobs": None}
-        if self.with_logprobs:
-            entry["logprobs"] = self._logprobs(piece.index, choice)
-        entry["finish_reason"] = choice.finish_reason if ended else None
-        entry |= shown_tokens(piece) if self.show_tokens else {}
+        logprobs = self._logprobs(piece.index, choice) if self.with_logprobs else None
+        entry = self.entry(piece.index, {"text": text}, logprobs, choice.finish_reason if ended else None, piece)
         entry |= {"prompt_token_ids": self.prompt_of(piece.index)} if self.show_tokens and first else {}
         yield self.chunk(entry)
 
