@@ -21,7 +21,6 @@ import httpx
 import pytest
 from fixtures_server import Server, children, gauge, wait_until
 
-from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.server.run import bind
 
@@ -91,18 +90,6 @@ class Reader(threading.Thread):
 
     def wait_begun(self) -> None:
         wait_until(lambda: len(self.lines) > 2)
-
-
-def test_keys(server: Server, http: httpx.Client) -> None:
-    with server.client() as stranger:
-        assert stranger.get("/health").status_code == 200
-        assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
-    assert complete(http)
-    with server.client(headers={"authorization": "Bearer key-of-the-environment"}) as other:
-        assert other.get("/ready").status_code == 200
-    log = json.dumps(server.log)
-    assert KEY not in log and "key-of-the-environment" not in log
-    assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
 
 
 def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
@@ -263,18 +250,6 @@ def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None
         assert all(r.lines[-1] == "[DONE]" for r in slow if r.status == 200)
         assert server.process.wait(60) == 0
         assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--host", "0.0.0.0"], "no API key"), (["--api-key-file", "/nowhere/at/all"], "cannot read API keys")],
-)
-def test_bad_settings_are_one_line(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SAMESEED_API_KEY", raising=False)
-    assert main(["serve", *flags]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line() -> None:

@@ -17,7 +17,7 @@ from lawkit import Pair
 from sameseed.server import conversation, frames, gate as gates, limits, protocol, reading, structured
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
-from sameseed.server.config import Keys, ServerConfig
+from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import INLINE
@@ -91,22 +91,6 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
     assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
-
-
-async def test_a_key_that_fills_the_queue_leaves_room_for_another(served: Served) -> None:
-    _, service, _ = served
-    keys = ("alpha-key-1", "beta-key-22")
-    config = ServerConfig(keys=Keys(keys), max_queue=1)
-    app, service = create_app(service.client, config)
-    running = service.gate.max_running = FACTS["max_num_seqs"]
-    with service.gate.enter(str(config.keys.tenant(keys[0].encode())), running, 0):
-        async with visiting(app) as http:
-            for key, status in zip(keys, (429, 503), strict=True):  # 503: admitted, but there is no engine
-                headers = {"authorization": f"Bearer {key}"}
-                for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [HELLO]})):
-                    answer = await http.post(f"/v1/{path}", json=body, headers=headers)
-                    assert answer.status_code == status, answer.text
-    assert service.gate.num_inside == 0
 
 
 async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
