@@ -68,6 +68,24 @@ def test_class_and_options(name: str) -> None:
         parse_options(draft_class, {"nonsense": 1})
 
 
+BAD_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "ngram": [{"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}, {"max_ngram": 33}],
+    "suffix": [
+        *({"min_match": 0}, {"min_match": 5, "max_match": 4}, {"length_factor": 0.0}, {"min_probability": 1.5}),
+        *({"past": "everyone"}, {"max_places": 0}, {"store": "x"}),
+    ],
+    "draft_model": [{"siblings": 9}, {"prefill_rows": 0}],
+    "eagle": [{"depth": 0}, {"top_k": 65}, {"beyond": "jump"}, {"window": -1}, {"prefill_rows": 0}],
+}
+
+
+def test_options_out_of_range_are_refused(name: str) -> None:
+    options = registry.load("drafters", name.split(" ")[0]).DRAFTER.Options
+    for bad in BAD_OPTIONS.get(name, []):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            options(**bad)
+
+
 def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) -> None:
     """A drafter that may return trees says so before it is built; all others return chains."""
     method, drafter = name.split(" ")[0], engine.drafter

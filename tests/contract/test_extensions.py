@@ -148,7 +148,7 @@ def test_an_entry_that_cannot_be_loaded(site: Path, caplog: pytest.LogCaptureFix
     as_package(site, "broken", ("gone",))
     (site / "broken" / "repeat.py").write_text("1 / 0")
     assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
-    with pytest.raises(RegistryError, match="package 'broken' gives drafters 'gone', which cannot be loaded"):
+    with pytest.raises(RegistryError, match=r"'broken'.*'gone'"):
         registry.load("drafters", "gone")
     known = registry.loaded("drafters")
     assert "ngram" in known and "gone" not in known, "the others work without it"

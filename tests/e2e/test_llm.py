@@ -148,7 +148,7 @@ def test_a_draft_with_another_vocabulary(folders: tuple[str, str], tmp_path: Pat
     text = tokenizer.read_text(encoding="utf-8")
     assert text.count('"<|end|>"') == 2
     tokenizer.write_text(text.replace('"<|end|>"', '"<|stop|>"'), encoding="utf-8")
-    with pytest.raises(VocabularyError, match=r"its token 0 is '<\|stop\|>', the target's is '<\|end\|>'"):
+    with pytest.raises(VocabularyError, match=r"<\|stop\|>.*<\|end\|>"):
         LLM(folders[0], draft=str(other))
     smaller = tmp_path / "smaller"
     write_model(smaller)

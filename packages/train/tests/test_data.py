@@ -91,7 +91,7 @@ def test_held_out_documents_are_not_trained_on(data: Path, recipe_path: Path) ->
 def test_bad_rows_name_their_line(data: Path, recipe_path: Path, line: str) -> None:
     with gzip.open(data / "sums.jsonl.gz", "at", encoding="utf-8") as file:
         file.write(line + "\n")
-    with pytest.raises(SameseedError, match=r"sums\.jsonl\.gz line 151: expected an object"):
+    with pytest.raises(SameseedError, match=r"line 151"):
         corpus.training_order(load_recipe(recipe_path), data)
 
 

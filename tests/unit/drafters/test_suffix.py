@@ -234,20 +234,3 @@ def test_bad_stores(tmp_path: Path) -> None:
         TextStore(tmp_path / "missing" / "t", 100, 50)
     with pytest.raises(ConfigError, match="is a folder"):
         TextStore(tmp_path, 100, 50)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"min_match": 0},
-        {"min_match": 5, "max_match": 4},
-        {"length_factor": 0.0},
-        {"min_probability": 1.5},
-        {"past": "everyone"},
-        {"max_places": 0},
-        {"store": "x"},
-    ],
-)
-def test_bad_options(values: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        options(**values)

@@ -122,7 +122,7 @@ def test_blocks_share_a_scale(height, width):
 def test_joined_blocks_are_not_written():
     fmt = scheme.get("fp8_e4m3")
     q = fmt.encode(randn(100, 256), QuantArgs(variant="b128"))
-    with pytest.raises(ConfigError, match="joined with others; store each matrix by itself"):
+    with pytest.raises(ConfigError, match="by itself"):
         fmt.checkpoint("x", fmt.concat([q, fmt.encode(9 * randn(100, 256), QuantArgs(variant="b128"))]))
 
 

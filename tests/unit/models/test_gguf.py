@@ -549,7 +549,7 @@ def test_a_part_of_several_files_says_how_to_join_them(tmp_path):
 
 def test_a_file_without_tokens_says_so(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
-    with pytest.raises(ModelLoadError, match="a tokenizer of the model 'no_vocab' cannot be read"):
+    with pytest.raises(ModelLoadError, match="no_vocab"):
         load_tokenizer(path)
 
 

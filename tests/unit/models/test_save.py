@@ -227,7 +227,7 @@ def test_the_model_itself_is_never_overwritten(source, tmp_path):
     for from_, out in ((source, source), (inside / "original", inside)):
         with pytest.raises(ModelSaveError, match="holds the model itself"):
             write(from_, out, "w4a16", overwrite=True)
-    with pytest.raises(ModelSaveError, match="holds original, which is not of a checkpoint"):
+    with pytest.raises(ModelSaveError, match="original"):
         write(source, inside, "w8a16", overwrite=True)
     assert names(source) == before and names(inside / "original") == before
 

@@ -90,7 +90,7 @@ def test_the_environment_chooses():
 
 @pytest.mark.skipif("avx512" in ISAS, reason="this CPU has every instruction set")
 def test_an_instruction_set_that_the_cpu_lacks_is_refused():
-    with pytest.raises(ValueError, match="this CPU lacks the instruction set 'avx512'"):
+    with pytest.raises(ValueError, match="avx512"):
         _native.set_isa("avx512")
 
 

@@ -90,7 +90,7 @@ def test_methods_that_learn_from_text_run_there(
     asked = replace(asked, out=tmp_path / "there", device=away)
     with pytest.raises(KeyboardInterrupt):
         quantize(asked, stop)
-    with pytest.raises(ConfigError, match="was begun with device 'meta', not 'cpu'"):
+    with pytest.raises(ConfigError, match="begun with device"):
         quantize(replace(asked, device="cpu", resume=True))
     there = quantize(replace(asked, resume=True))
     assert len(computed) == 7 and all(computed)

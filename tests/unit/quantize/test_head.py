@@ -125,7 +125,7 @@ def test_a_head_for_another_rotation_is_told(
 
     assert "was rotated, so a head for the model before it drafts badly" in built(turned, head)
     assert "rotated" not in built(turned, own) + built(target, head)
-    with pytest.raises(ConfigError, match=f"rotation has the seed {SEED}, and .* has none; take the head as it was"):
+    with pytest.raises(ConfigError, match="take the head"):
         built(target, own)
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_turned(models: tuple[Path, Path], tmp_path: Path, capsys
         turn_head(head, rotated(target, tmp_path / "rounded", "rtn"), tmp_path / "out")
     with pytest.raises(ConfigError, match="is no draft head"):
         turn_head(target, turned, tmp_path / "out")
-    with pytest.raises(ConfigError, match="name the target before its rotation: --original MODEL"):
+    with pytest.raises(ConfigError, match="--original"):
         turn_head(made(tmp_path / "sharing", "shared LM head"), turned, tmp_path / "out")
     again = turn_head(head, turned, tmp_path / "once")
     with pytest.raises(ConfigError, match="was turned before"):
