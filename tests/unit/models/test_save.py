@@ -128,27 +128,6 @@ def test_transformers_reads_the_same_model(text, source, tmp_path):
     assert (got - want).abs().max() < 2e-2 * want.std()  # transformers rounds decoded weights to the scales' type
 
 
-@pytest.mark.parametrize("text", ["w4a16-g32-asym", "mxfp4"])
-def test_the_compressed_tensors_package_decodes_the_same_values(text, source, tmp_path):
-    """By the package's own functions, for what transformers does not load: packed zero points, mxfp4 beside float32."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    out = write(source, tmp_path / "out", text)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    compressor = BaseCompressor.get_value_from_registry(config["format"])
-    stored = read_tensors(out)
-    with Checkpoint(out) as checkpoint:
-        checkpoint.check(read_config(out))
-        for name in schemes_of(text):
-            parts = {n.removeprefix(f"{name}."): t for n, t in stored.items() if n.startswith(f"{name}.")}
-            theirs = compressor.decompress(parts, scheme)["weight"]
-            ours = checkpoint.tensor(f"{name}.weight")
-            assert (theirs.float() - ours).abs().max() <= 2**-8 * ours.abs().max(), name
-
-
 def test_files_and_card(source, tmp_path):
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
