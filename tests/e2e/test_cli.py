@@ -174,22 +174,8 @@ def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], t
     prompts, out_file = tmp_path / "p.jsonl", tmp_path / "records" / "r.jsonl"
     prompts.write_text('{"prompt": "the sum"}\n{"messages": [{"role": "user", "content": "the list"}]}\n')
     flags = ["--prompts", str(prompts), "--drafts", "ngram", str(pair_folders[1]), "--ks", "2"]
-    flags += [
-        "--temperatures",
-        "0",
-        "0.8",
-        "--batch-sizes",
-        "1",
-        "2",
-        "--repeat",
-        "2",
-        "--max-tokens",
-        "10",
-        "--json",
-        "--out",
-    ]
-    flags += [str(out_file)]
-    code, out, _ = cli("bench", *flags)
+    asked = "--temperatures 0 0.8 --batch-sizes 1 2 --repeat 2 --max-tokens 10 --json --out"
+    code, out, _ = cli("bench", *flags, *asked.split(), str(out_file))
     assert code == 0
     records = record.read(out_file)
     assert [json.loads(line) for line in out.splitlines()] == records
@@ -229,20 +215,8 @@ def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.txt").write_text("the sum\n")
-    flags = [
-        "bench",
-        "--prompts",
-        "p.txt",
-        "--ks",
-        "2",
-        "3",
-        "--temperatures",
-        "0",
-        "--repeat",
-        "1",
-        "--max-tokens",
-        "4",
-    ]
+    asked = "bench --prompts p.txt --ks 2 3 --temperatures 0 --repeat 1 --max-tokens 4"
+    flags = asked.split()
     code, out, err = cli(*flags, "--drafts", "ngram", "--formats", "auto", "w4a9", "--json")
     assert code == 2 and "did you mean 'w4a8'" in err and not out, "a slip in the second format costs nothing"
     grid = ["--drafts", "self_quant", "ngram", "--formats", "auto", "w8a8", "--draft-format", "w8a8"]
