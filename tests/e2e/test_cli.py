@@ -335,7 +335,7 @@ BELOW = '{"below": [{}, {"policy": "goodput"}]}'
         (["bench", "--ks", "65", "--prompts", __file__], "0..64"),
         (["bench", "--temperatures", "-1"], "temperature"),
         (["bench", "--overlaps", "0", "1", "--drafts", "ngram"], "add a draft model to --drafts"),
-        (["bench", "--overlaps", "-1", "--drafts", "ngram"], "number of cores"),
+        (["bench", "--overlaps", "-1", "--drafts", "ngram"], "overlap must be at least 0"),
         (["bench", "--out", "/proc/none/r.jsonl"], "choose another with --out"),
     ],
 )

@@ -178,7 +178,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
     codes = codes.view(dtype).view(-1, 1, 1, 32)
     ones = torch.ones(codes.shape[:3]) if name in LARGEST else None
     layer = KVLayer(name, torch.zeros_like(codes), codes, ones, ones)
-    exact = kv_oracle(name).decode_kv(codes.view(-1, 32), None)
+    exact = kv_oracle(name).decode_kv(codes.view(-1, 32), torch.ones(len(codes)))
     parts = [Rows([0], 0, [], [], [b], True) for b in range(len(codes))]
     with instructions(isa):
         got = cpu.attention(torch.ones(len(codes), queries, 32), layer, build_batch(parts, 1), 1.0)
@@ -192,7 +192,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
 def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
     """With two keys, one of them zero, the other's share is the logistic function of its score."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_oracle(name).kv_dtype)
-    exact = kv_oracle(name).decode_kv(codes, None).double()
+    exact = kv_oracle(name).decode_kv(codes[:, None], torch.ones(256))[:, 0].double()
     keys = torch.zeros(256, 2, 1, 17, dtype=codes.dtype)
     keys[torch.arange(256), 0, 0, torch.arange(256) % 17] = codes
     values = torch.zeros(256, 2, 1, 17)
