@@ -26,6 +26,7 @@ log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
 PRIVATE = 0o600  # mode of files that hold users' texts or token ids
+DIGEST = "digest"  # name of the array that holds the others' SHA-256
 SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
 
 
@@ -46,20 +47,6 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             part.unlink()
         raise
-
-
-def numbers(found: NDArray[Any] | None, name: str, shape: tuple[int, ...], low: float, high: float) -> NDArray[Any]:
-    """An array that was read, if it has numbers in low..high (so finite ones) in this shape; -1: any length.
-
-    Raises ValueError for anything else.
-    """
-    if found is None or found.dtype.kind not in "iuf" or found.ndim != len(shape):
-        raise ValueError(f"{name} is missing, or not numbers of {len(shape)} dimensions")
-    if any(want not in (-1, has) for want, has in zip(shape, found.shape, strict=True)):
-        raise ValueError(f"{name} has the wrong shape")
-    if found.size and not (low <= found.min() and found.max() <= high):
-        raise ValueError(f"{name} has numbers outside of {low:g}..{high:g}")
-    return found
 
 
 def cache_folder() -> Path:
@@ -92,11 +79,14 @@ def weights_key(path: Path) -> str:
 
 
 def read(kind: str, key: str) -> Arrays | None:
-    """The arrays stored under a key; None if there are none, or if they cannot be read."""
+    """The arrays stored under a key; None if there are none, or if they are not as they were written."""
     file = _file(kind, key)
     try:
         with np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+            arrays = {name: stored[name] for name in stored.files}
+        if not np.array_equal(arrays.pop(DIGEST, 0), _digest_of(arrays)):
+            raise ValueError("its digest differs")
+        return arrays
     except FileNotFoundError:
         return None
     except (
@@ -125,11 +115,18 @@ def write(kind: str, key: str, arrays: Arrays) -> None:
         for folder in (cache_folder(), file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(file, PRIVATE) as stream:
-            np.savez_compressed(stream, allow_pickle=False, **arrays)
+            np.savez_compressed(stream, allow_pickle=False, **arrays, **{DIGEST: _digest_of(arrays)})
     except OSError as error:
         log.warning(
             "cannot keep measurements in %s (%s); set %s to a folder that can be written", file, error, VARIABLE
         )
+
+
+def _digest_of(arrays: Arrays) -> NDArray[np.uint8]:
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
+    return np.frombuffer(found.digest(), np.uint8)
 
 
 def _file(kind: str, key: str) -> Path:

@@ -62,15 +62,12 @@ def run(argv: Seq[str], prog: str) -> int:
     console = stdout_console()
     if found.have is not None:
         show_table(_figures(found))
-    console.print(found.verdict, style="bold", markup=False, soft_wrap=True)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    say(found.verdict, style="bold")
     for fault in found.faults:
-        console.print(
-            f"* {fault.name}" + (f": {fault.says}" if fault.says not in found.verdict else ""),
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"* {fault.name}" if fault.says in found.verdict else f"* {fault.name}: {fault.says}")
         for flag in fault.flags:
-            console.print(f"    {flag}", markup=False, style="dim")
+            say(f"    {flag}", style="dim")
     return 0
 
 

@@ -79,9 +79,9 @@ def run(argv: Seq[str], prog: str) -> int:
 def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
     from sameseed.cli.profile import numbers
-    from sameseed.cost.engines import read_costs
     from sameseed.measure.costs import Profile
     from sameseed.measure.shapes import get_shape
+    from sameseed.plan.engines import read_costs
     from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
 
     if args.shape is not None:
@@ -171,12 +171,9 @@ def _speeds(found: Seq[Estimate]) -> Table:
             if s.draft == "none":
                 table.add_row(e.format, "none", str(s.batch), "", tokens_per_s, "", "", "", *its)
                 continue
-            share, k = (
-                f"{s.draft_share:.0%}",
-                f"{s.num_draft_tokens}" if s.pays else f"{s.num_draft_tokens}: does not pay",
-            )
-            figures = tokens_per_s, _figure(s.speedup, 2), _figure(s.tokens_per_round, 2)
-            table.add_row(e.format, s.draft, str(s.batch), k, *figures, share, *its)
+            k = f"{s.num_draft_tokens}{'' if s.pays else ': does not pay'}"
+            figures = tokens_per_s, _figure(s.speedup, 2), _figure(s.tokens_per_round, 2), f"{s.draft_share:.0%}"
+            table.add_row(e.format, s.draft, str(s.batch), k, *figures, *its)
     return table
 
 
@@ -197,7 +194,6 @@ def _remarks(found: Seq[Estimate]) -> Iterator[str]:
             lengths = ", ".join(f"from {first}: {k or 'off'}" for first, _, k in rows)
             yield f"{e.format}, {draft}: best length by texts at once: {lengths}"
             if e.memory is None:
-                table = json.dumps([list(row) for row in rows])
-                yield f'  "num_speculative_tokens_per_batch_size": {table}'
+                yield f'  "num_speculative_tokens_per_batch_size": {json.dumps(rows)}'
     for draft, source in found[0].acceptance.items():
         yield f"acceptance of {draft}: {source}"

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import pairwise
@@ -52,6 +52,8 @@ CHOICE_HELP = {
     "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
     "embedded-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a cascade; auto: "
     "embedded-draft for the embedded target, else none",
+    "draft_vocabulary": "tokens that a draft model may draft: auto (as many as pay of what the target says, as counted "
+    "over its runs), a number (the first ids), or a file of ids; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ENGINE_HELP = {
@@ -62,8 +64,8 @@ ENGINE_HELP = {
     "(pays only if cores would idle)",
     "num_draft_tokens": "most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4",
     "confidence": "end a draft after a token whose draft probability is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format; auto: the target's, but w8a8 on a CPU if "
-    "the target has 16 bits; self_quant: nested, see the guide",
+    "draft_format": "number format of the draft model's weights, as --format; auto: the cheapest that pays, in general "
+    "the target's; self_quant: nested, see the guide",
     "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
     "(see `sameseed info`)",
     "kv_format": "number format of the KV cache, or of keys and of values (int8/bf16); auto follows the weights",
@@ -128,7 +130,8 @@ def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
 def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[Any]:
     """--model, --draft, --draft-options, and a flag for each field of SpecConfig, EngineConfig and CacheConfig."""
     given = {"model": "embedded", "draft": "auto", "draft_options": "{}", "policy": "auto", "num_draft_tokens": None}
-    given |= defaults
+    given |= {"draft_vocabulary": "", **defaults}
+    left_out = (*left_out, "draft_vocabulary") if "draft" in left_out else left_out
     known: dict[str, tuple[Any, Any]] = dict.fromkeys(CHOICE_HELP, (str, None))
     renamed = {(SpecConfig, "format"): "draft_format", (CacheConfig, "format"): "kv_format"}
     for cls in (SpecConfig, EngineConfig, CacheConfig):
@@ -255,13 +258,19 @@ def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
 def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
-        choose: Callable[[str], SpecConfig | None] = partial(draft_choice, model=model)
-        if engine == "vllm":  # some methods only vLLM has
-            choose = parse_draft if flags["draft"].partition(":")[0] in companion("vllm").OWN else choose
-        flags["draft"] = choose(flags["draft"])
+        text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
+        own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
+        spec = parse_draft(text) if own else draft_choice(text, model)
+        flags["draft"] = spec and spec.with_each(partial(_drafting_from, vocabulary))
     if "draft_options" in flags:
         flags["draft_options"] = parse_options(flags["draft_options"])
     return EngineChoice(model, flags)
+
+
+def _drafting_from(vocabulary: str, spec: SpecConfig) -> SpecConfig:
+    """The same level, with the option `vocabulary` if it has a model."""
+    own = {"vocabulary": vocabulary} if vocabulary and spec.model is not None else {}
+    return dataclasses.replace(spec, options={**own, **spec.options})
 
 
 def companion(engine: str) -> ModuleType:

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from sameseed.tuned import Loser, Tuned
 
 
-OUT = arg(metavar="FILE", aliases=["-o"])
-SHOWN = 8  # most settings that are listed for one reason to lose, the best ones
-
-
 @dataclass(frozen=True)
 class TuneArgs:
     """Choose drafter, formats and draft length: by prediction, then by measurement in turns with plain decoding.
@@ -56,6 +52,7 @@ class TuneArgs:
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     kv_formats: tuple[str, ...] = ("auto",)  # number formats of the KV cache
     draft_formats: tuple[str, ...] = ("auto",)  # number formats of the drafts' weights
+    draft_vocabularies: tuple[str, ...] = ("all",)  # what draft models may draft: all, or as --draft-vocabulary
     batch: str = "1,4"  # batch sizes (sequences at once) to try, comma-separated
     threads: str = ""  # CPU threads to try, e.g. 1,2; unset: as many as the backend finds useful
     objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, ttft, or memory
@@ -69,7 +66,7 @@ class TuneArgs:
     url: str | None = None  # vllm: the server's URL
     cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: measured costs; read and added to
     api_key_file: Annotated[Path | None, option("FILE")] = None  # vllm: its key, on the first line
-    out: Annotated[Path, OUT] = Path("tuned.toml")  # the profile
+    out: Annotated[Path, arg(metavar="FILE", aliases=["-o"])] = Path("tuned.toml")  # the profile
     check: Annotated[Path | None, option("FILE")] = None  # instead measure a profile's choice again, and show its drift
     plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, speed against quality, as PNG
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
@@ -134,6 +131,7 @@ def requested(args: TuneArgs) -> TuneRequest:
         args.formats,
         args.kv_formats,
         args.draft_formats,
+        args.draft_vocabularies,
         numbers("batch", args.batch),
         tuple(sorted(numbers("threads", args.threads), reverse=True)) or (None,),
         args.objective,
@@ -181,10 +179,8 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     if best.prospect.candidate == found.plain.prospect.candidate:
         console.print(f"[bold]Plain decoding is the best here[/] (batch {sizes}): none of the drafts pays.")
     else:
-        console.print(
-            f"[bold]{best.label}[/]: {over.value:.2f}x plain decoding, 80 % interval {over.low:.2f} to {over.high:.2f} "
-            f"(batch {sizes})"
-        )
+        said = f"{over.value:.2f}x plain decoding, 80 % interval {over.low:.2f} to {over.high:.2f} (batch {sizes})"
+        console.print(f"[bold]{best.label}[/]: {said}")
     if found.missed:
         console.print(f"[red]no setting keeps --slo[/]: the best has {found.missed}; allow more, or lower --batch")
     if found.differing:
@@ -209,7 +205,7 @@ def _lost(made: Tuned) -> Table:
         by_why.setdefault(x.why, []).append(x)
     for why, group in by_why.items():
         group.sort(key=lambda x: -(x.speed or 0.0))
-        shown = group if group[0].speed is None else group[:SHOWN]
+        shown = group if group[0].speed is None else group[:8]  # the best of those that lost for one reason
         for x in shown:
             speed = "" if x.speed is None else f"{x.speed:.2f}"
             speed += "" if x.low is None else f" ({x.low:.2f}-{x.high:.2f})"

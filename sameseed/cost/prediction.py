@@ -56,15 +56,8 @@ class RunCounts:
     context: float
     prompts: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True)
-class _Counted:
-    """The acceptance that a run counted, as drafts of its own length."""
-
-    metrics: SpecMetrics
-    num_rounds: int
-
     def drafted(self, k: int) -> Drafted:
+        """The mean round, whatever `k`: drafts of the run's own length."""
         m, n = self.metrics, self.num_rounds
         steps = m.num_draft_tokens / max(1, m.num_drafts)
         return Drafted(m.num_accepted_tokens / n, m.num_draft_tokens / n, ((m.num_drafts / n, steps),))
@@ -80,11 +73,10 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
     gap = plain.outside / plain.num_steps
     own = ModelSteps(draft, at_once)
     cost, together = RoundCost(target, (own,), Gap(gap, gap)), run.num_rounds / run.num_steps
-    counted = _Counted(run.metrics, run.num_rounds)
-    found = expected(cost, counted, 1, together, run.context)
+    found = expected(cost, run, 1, together, run.context)
     if draft is None:
         found = replace(found, draft=run.draft / run.num_steps)
-    before = expected(cost, counted, 0, plain.num_rounds / plain.num_steps, run.context)
+    before = expected(cost, run, 0, plain.num_rounds / plain.num_steps, run.context)
     decoding, plain_decoding = run.num_steps * found.seconds, plain.num_steps * before.plain
     prompts = plain.prefill + sum(map(own.prompt, run.prompts))
     whole = (plain.prefill + plain_decoding) / (prompts + decoding)

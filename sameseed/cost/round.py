@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from sameseed.tuned import TABLE_END
@@ -79,25 +79,12 @@ class ModelSteps:
 
 
 @dataclass(frozen=True)
-class CostSpread:
-    """Uncertainty of costs, as standard deviations of logarithms.
-
-    `level`: of all passes of the target; `shape`: more for those over 16 rows, in proportion to the logarithm of rows;
-    `draft`: of proposals; `gap`: of the time outside the models.
-    """
-
-    level: float = 0.0
-    shape: float = 0.0
-    draft: float = 0.0
-    gap: float = 0.0
-
-
-@dataclass(frozen=True)
 class RoundCost:
     """Seconds of the parts of a round. `levels`: proposals, the lowest level first; the last one serves all above it.
 
     `prompts`: seconds of the passes over a prompt of so many tokens; None: as other passes. `grade`: "paper" (bytes and
-    operations), "profiled" (measured passes), "anchored" (and real rounds) or "measured".
+    operations), "profiled" (measured passes), "anchored" (and real rounds) or "measured". `spread`: how far passes are
+    off, as the standard deviation of the logarithm of their seconds.
     """
 
     passes: Passes
@@ -105,7 +92,7 @@ class RoundCost:
     between: Between = Gap()
     prompts: Callable[[float], float] | None = None
     grade: str = "measured"
-    spread: CostSpread = CostSpread()
+    spread: float = 0.0
 
     def target(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
         """Seconds of a pass of the target."""
@@ -210,13 +197,6 @@ class Expected:
         """The speed-up of `num_tokens` tokens after a prompt, whose passes take so long without and with a draft."""
         before = prompt + num_tokens * self.plain
         return before / (drafted_prompt + num_tokens / self.tokens * self.seconds)
-
-    def varied(
-        self, plain: float = 0.0, target: float = 0.0, draft: float = 0.0, gap: float = 0.0, plain_gap: float = 0.0
-    ) -> Expected:
-        """The same with other costs, given as changes of the parts' logarithms."""
-        changes = {"plain_target": plain, "target": target, "draft": draft, "gap": gap, "plain_gap": plain_gap}
-        return replace(self, **{name: getattr(self, name) * math.exp(by) for name, by in changes.items()})
 
 
 def expected(cost: RoundCost, acceptance: DraftAcceptance, k: int, batch: float, context: float = 0.0) -> Expected:

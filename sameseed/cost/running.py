@@ -18,15 +18,12 @@ import numpy as np
 from sameseed.cost.curve import LEARN, Curve, Floats
 from sameseed.cost.round import RoundCost
 from sameseed.spec.drafter import Round
-from sameseed.store import numbers
 
 FADE = 0.97  # factor on the weight of an observation with each later one
 SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
 PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
-# Limits of stored values: seconds (the server ends an engine whose step takes as long), ratios, sums of features.
-LONGEST, RATIOS, MOST = 600.0, (1e-3, 1e3), 1e18
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
@@ -74,50 +71,27 @@ class FadingFit:
         """The whole state as one flat array."""
         return np.array([self.seen, *self.coefficients, *self._seconds, *chain.from_iterable(self._products)])
 
-    def restore(self, array: Floats | None) -> None:
-        """Take over the state in `array` (see `as_array`). Raises ValueError if it cannot be such a state."""
+    def restore(self, array: Floats) -> None:
+        """Take over the state in `array` (see `as_array`)."""
         size = len(self.coefficients)
-        array = numbers(array, "a fit", (1 + 2 * size + size**2,), 0.0, MOST)
-        numbers(array[1 : 1 + size], "a fit", (size,), 0.0, LONGEST)
-        products = array[1 + 2 * size :].reshape(size, size)
-        norms = np.sqrt(np.where(np.diag(products) > 0.0, np.diag(products), 1.0))
-        table = products / np.outer(norms, norms)  # as sums of squares are: symmetric, no eigenvalue below 0
-        right = np.allclose(table, table.T, atol=1e-6) and np.linalg.eigvalsh(table).min() > -1e-6
-        if not right or products[0, 0] > 1.01 / (1.0 - FADE):  # the first feature is always 1
-            raise ValueError("a fit of no observations")
-        self.seen = int(array[0])
-        self.coefficients, self._seconds = array[1 : 1 + size].tolist(), array[1 + size : 1 + 2 * size].tolist()
-        self._products = products.tolist()
+        self.seen, flat = int(array[0]), array[1:].tolist()
+        self.coefficients, self._seconds, flat = flat[:size], flat[size : 2 * size], flat[2 * size :]
+        self._products = [flat[i : i + size] for i in range(0, size**2, size)]
 
     def _solve(self) -> None:
-        size, one = range(len(self.coefficients)), max(self._products[0][0], 1e-9)
-        terms = [i for i in size if self._products[i][i] > 0.0]
-        self.coefficients = [0.0] * len(size)
+        """Least squares; terms whose coefficient would be negative are left out, the most negative first."""
+        one = max(self._products[0][0], 1e-9)
+        terms = [i for i in range(len(self.coefficients)) if self._products[i][i] > 0.0]
+        self.coefficients = [0.0] * len(self.coefficients)
         while terms:
-            table = [[self._products[i][j] for j in terms] for i in terms]
-            for n, i in enumerate(terms):
-                table[n][n] *= 1.0 + self._ridges[i] / one
-            found = solved(table, [self._seconds[i] for i in terms])
+            table = [[self._products[i][j] * (1.0 + self._ridges[i] / one * (i == j)) for j in terms] for i in terms]
+            found = np.linalg.solve(table, [self._seconds[i] for i in terms]).tolist()
             least = min(range(len(terms)), key=found.__getitem__)
             if found[least] >= 0.0:
                 for i, value in zip(terms, found, strict=True):
                     self.coefficients[i] = value
                 return
             del terms[least]
-
-
-def solved(table: list[list[float]], values: list[float]) -> list[float]:
-    """The solution x of `table` x = `values`, for a symmetric positive definite table; both are overwritten."""
-    size = len(values)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = table[j][i] / table[i][i]
-            values[j] -= factor * values[i]
-            for n in range(i, size):
-                table[j][n] -= factor * table[i][n]
-    for i in reversed(range(size)):
-        values[i] = (values[i] - sum(table[i][j] * values[j] for j in range(i + 1, size))) / table[i][i]
-    return values
 
 
 class DraftCost(FadingFit):
@@ -140,21 +114,6 @@ class DraftCost(FadingFit):
     def learn(self, steps: float, num_seqs: float, context: float, seconds: float) -> None:
         """Learn from a proposal that took `seconds`. With 0 steps (nothing was drafted) all of it is the start."""
         self.correct((1.0, num_seqs, steps, steps * num_seqs, steps * num_seqs * context / UNIT), seconds)
-
-
-@dataclass(frozen=True)
-class MeasuredProposal:
-    """Proposals as measured, and `per_token` seconds of the drafter for each token of a prompt."""
-
-    draft: DraftCost
-    per_token: float
-
-    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
-        start, step = self.draft.terms(batch, context)
-        return start + step * steps
-
-    def prompt(self, tokens: float) -> float:
-        return self.per_token * tokens
 
 
 class PromptCost(FadingFit):
@@ -234,10 +193,18 @@ class EngineCost:
     @property
     def whole(self) -> RoundCost:
         """The costs of rounds, for `expected`."""
-        return RoundCost(self.target, (MeasuredProposal(self.draft, self.catch_up),), self.gap)
+        return RoundCost(self.target, (self,), self.gap)
+
+    def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
+        """Seconds of a proposal, as `Proposal` has them."""
+        start, step = self.draft.terms(batch, context)
+        return start + step * steps
+
+    def prompt(self, tokens: float) -> float:
+        return self.catch_up * tokens
 
     def as_arrays(self) -> dict[str, Floats]:
-        """The whole state as arrays, to be stored for another process."""
+        """The costs of the models' passes as arrays, for another process; times between passes are of one hour only."""
         target = self.target
         return {
             "target": np.array([target.rows, target.seconds]),
@@ -245,30 +212,15 @@ class EngineCost:
             "catch_up": np.array([self.catch_up]),
             "draft": self.draft.as_array(),
             "at_once": np.array([float(self.draft.at_once)]),
-            "plain_gap": self.gap.plain.as_array(),
-            "drafted_gap": self.gap.drafted.as_array(),
-            "ratios": np.array([(*key, ratio) for key, ratio in self.ratios.items()], dtype=float).reshape(-1, 3),
         }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Floats]) -> EngineCost:
-        """The inverse of `as_arrays`. Raises ValueError for arrays that cannot be of an engine."""
-        get = arrays.get
-        rows, seconds = numbers(get("target"), "target", (2, -1), MICROSECOND, MOST)
-        numbers(seconds, "target", (-1,), MICROSECOND, LONGEST)
-        if not len(rows) or rows[0] < 1.0 or (np.diff(rows) <= 0.0).any():
-            raise ValueError("target has no ascending rows")
-        context, *slopes = numbers(get("contexts"), "contexts", (3,), 0.0, MOST)
-        per_token, per_row = numbers(np.array(slopes), "contexts", (2,), 0.0, LONGEST).tolist()
-        curve = Curve(list(zip(rows.tolist(), seconds.tolist(), strict=True)), int(context), per_token, per_row)
-        cost = cls(curve, DraftCost(bool(numbers(get("at_once"), "at_once", (1,), 0.0, 1.0)[0])))
-        cost.draft.restore(get("draft"))
-        cost.gap.plain.restore(get("plain_gap"))
-        cost.gap.drafted.restore(get("drafted_gap"))
-        cost.catch_up = float(numbers(get("catch_up"), "catch_up", (1,), 0.0, LONGEST)[0])
-        ratios = numbers(get("ratios"), "ratios", (-1, 3), 0.0, MOST)
-        numbers(ratios[:, 2], "ratios", (-1,), *RATIOS)
-        cost.ratios = {(bool(drafted), int(size)): ratio for drafted, size, ratio in ratios.tolist()}
+        """The inverse of `as_arrays`."""
+        context, per_token, per_row = arrays["contexts"].tolist()
+        curve = Curve(list(zip(*arrays["target"].tolist(), strict=True)), int(context), per_token, per_row)
+        cost = cls(curve, DraftCost(bool(arrays["at_once"][0])), catch_up=float(arrays["catch_up"][0]))
+        cost.draft.restore(arrays["draft"])
         return cost
 
     def scale(self, factor: float) -> None:
@@ -282,10 +234,6 @@ class EngineCost:
         if num_tokens >= FEW_TOKENS:
             found = min(max(seconds, 0.0) / num_tokens, 2.0 * self.catch_up + MICROSECOND)
             self.catch_up += CATCH_UP * (found - self.catch_up)
-
-    def knows_plain(self, num_seqs: int) -> bool:
-        """Whether a round without drafts was measured in a batch of about this size."""
-        return (False, num_seqs.bit_length()) in self.ratios
 
     def ratio(self, drafted: bool, num_seqs: int) -> float:
         """Measured over expected time of such rounds; a batch size not seen yet takes the nearest one's."""

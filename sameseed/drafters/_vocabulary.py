@@ -25,7 +25,7 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
             raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
         return torch.arange(int(text))
     try:
-        content = Path(text).expanduser().read_text(encoding="utf-8")
+        content = text if text.startswith("[") else Path(text).expanduser().read_text(encoding="utf-8")
         ids = json.loads(content) if content.lstrip().startswith("[") else [int(t) for t in content.split()]
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user's home folder
         raise ConfigError(f"vocabulary {text!r} cannot be read ({error}); name a file of token ids") from None

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from sameseed import ops, registry
 from sameseed.config import WRITTEN, EngineConfig, SpecConfig
+from sameseed.cost.draft_format import chosen_scheme
+from sameseed.cost.said import SaidTokens, is_counted, settled
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
@@ -24,12 +26,12 @@ from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
-from sameseed.lengths._capped import CappedLength
+from sameseed.lengths.fixed import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
-from sameseed.models.draft_format import draft_scheme, is_smaller
+from sameseed.models.draft_format import is_smaller
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
@@ -60,6 +62,7 @@ class Loaded:
     target: Decoder
     drafts: tuple[Model, ...]
     learned: str | None = None  # the key under which such engines store what they learn
+    said: SaidTokens | None = None
 
 
 def build_engine(
@@ -71,7 +74,7 @@ def build_engine(
     them may have requests. Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with a remedy.
     """
     got = load_parts(model, config, progress, None if target is None else target.model)
-    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts, got.learned)
+    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts, got.learned, got.said)
 
 
 def load_parts(
@@ -112,10 +115,10 @@ def load_parts(
         else:
             draft_len = min(max_len, read_config(m.folder).max_model_len)
             drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
-    key = None
-    if config.spec.policy == "goodput":
-        key = learned_key(config, [(folder, quant), *((m.folder, m.quant) for m in models)])
-    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key)
+    used = [(folder, quant), *((m.folder, m.quant) for m in models)]
+    key = learned_key(config, used) if config.spec.policy == "goodput" else None
+    said = SaidTokens(folder) if any(is_counted(each.options) for each in level.every()) else None
+    return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key, said)
 
 
 class CheckedParts(NamedTuple):
@@ -161,6 +164,7 @@ def assemble(
     target: Decoder | ModelRunner,
     drafts: Seq[Model] = (),
     learned: str | None = None,
+    said: SaidTokens | None = None,  # for drafts with the vocabulary "auto"
 ) -> Engine:
     """An Engine from loaded models, with caches of `num_blocks` blocks, drafter, length policy and scheduler.
 
@@ -169,8 +173,8 @@ def assemble(
     """
     runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
     scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
-    policies = RequestPolicies(make_policy(config.spec), scope)
-    drafter = _build_drafter(Level.of(config.spec), config, num_blocks, runner, policies, iter(drafts))
+    policies = RequestPolicies(make_policy(config.spec), scope, said)
+    drafter = _build_drafter(Level.of(config.spec), config, num_blocks, runner, policies, iter(drafts), said)
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
@@ -187,6 +191,7 @@ def _build_drafter(
     target: ModelRunner,
     policy: LengthPolicy,
     models: Iterator[Model],
+    said: SaidTokens | None = None,
 ) -> Drafter:
     """The drafter of one level for `target`, and those below it."""
     if isinstance(level.spec.drafter, Drafter):
@@ -208,13 +213,13 @@ def _build_drafter(
         # Drafters below one without a model draft for the same target, so the same policy ends their drafts.
         shares = not cls.owns and b.spec.policy == "fixed" and b.spec.confidence is None
         lower = CappedLength(b.spec.num_draft_tokens, policy) if shares else make_policy(b.spec)
-        drafter = _build_drafter(b, config, num_blocks, own or target, lower, models)
+        drafter = _build_drafter(b, config, num_blocks, own or target, lower, models, said)
         if not shares:
             lower.calibrate(partial(measure_rounds, (own or target).beside(captures=drafter.captures), drafter))
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    return cls.build(level.options, Parts(target, policy, own, tuple(below), head))
+    return cls.build(settled(level.options, said, own, target), Parts(target, policy, own, tuple(below), head))
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ def models_of(
             own_quant = QuantScheme.parse(spec.format)
         else:  # chosen to fit its target
             of_target = cls.owns == "target"
-            own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else draft_scheme(own, folder, quant, device)
+            own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else chosen_scheme(own, folder, quant, device)
         if (
             not (is_view or cls.inside)
             and own.resolve() == folder.resolve()

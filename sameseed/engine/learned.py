@@ -13,13 +13,13 @@ from pathlib import Path
 import sameseed
 from sameseed import store
 from sameseed.config import EngineConfig
-from sameseed.cost.running import EngineCost, GapCost
+from sameseed.cost.running import EngineCost
 from sameseed.engine.levels import Level
 from sameseed.engine.scope import machine_here
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 
-SCHEMA, KIND = 4, "learned"
+SCHEMA, KIND = 5, "learned"
 FIRST, LAST = 64, 4096  # rounds before the first write; later writes at 4 times as many, at most `LAST` apart
 
 
@@ -57,18 +57,12 @@ class LearnedTable:
         Known costs are not measured again: the policy's first rounds scale them to the machine's speed now.
         """
         arrays = store.read(KIND, self._key)
-        known: EngineCost | None = None
-        if arrays is not None:
-            try:
-                known = EngineCost.from_arrays(arrays)
-                self._policy.acceptance.restore(arrays)
-                known.gap, known.ratios = GapCost(), {}  # of another hour: outdated, and soon learned again
-            except ValueError as error:
-                known = None
-                store.refuse(KIND, self._key, error)
-        self._policy.calibrate(lambda: known or measure())
-        if known is None:
+        if arrays is None:
+            self._policy.calibrate(measure)
             self._write()
+        else:
+            self._policy.acceptance.restore(arrays)
+            self._policy.calibrate(lambda: EngineCost.from_arrays(arrays))
 
     def passed(self) -> None:
         """Count a round, and write the state if it is time."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence as Seq
 from sameseed import registry
 from sameseed.config import MAX_DRAFT_TOKENS, SpecConfig
 from sameseed.cost.running import EngineCost
+from sameseed.cost.said import SaidTokens
 from sameseed.engine.learned import LearnedTable
 from sameseed.lengths.disco import DiscoLength
 from sameseed.lengths.fixed import FixedLength
@@ -19,8 +20,6 @@ from sameseed.spec.drafter import LengthPolicy, Round
 from sameseed.tuned import Scope
 
 log = logging.getLogger("sameseed")
-
-
 OWN: dict[str, type[DiscoLength | GoodputLength | HistoryLength]] = {
     "disco": DiscoLength,
     "goodput": GoodputLength,
@@ -40,8 +39,8 @@ def make_policy(spec: SpecConfig) -> LengthPolicy:
 class RequestPolicies:
     """The engine's policy, except for requests with a policy of their own (`Speculation`) or outside the `scope`."""
 
-    def __init__(self, default: LengthPolicy, scope: Scope = Scope()) -> None:  # noqa: B008  (it is frozen)
-        self._scope = scope
+    def __init__(self, default: LengthPolicy, scope: Scope = Scope(), said: SaidTokens | None = None) -> None:  # noqa: B008
+        self._scope, self._said = scope, said
         self._unbounded = scope == Scope()
         self._table: LearnedTable | None = None
         self._own: dict[str, LengthPolicy] = {}  # by name: policies of requests that do not use the engine's
@@ -172,6 +171,8 @@ class RequestPolicies:
             self._table.passed()
 
     def release(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended."""
+        """Forget a sequence that has ended; its output is counted."""
+        if self._said is not None:
+            self._said.add(seq.token_ids[seq.num_prompt :])
         for policy in self._all():
             policy.release(seq)

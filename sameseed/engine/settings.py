@@ -76,7 +76,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     options = given.pop("options", {})
     below = _levels_below(spec, options.get("below"))
     if chosen := {k: v for k, v in options.items() if k != "below"}:
-        given["options"] = chosen
+        given["options"] = {**spec.options, **chosen}
     spec = dataclasses.replace(spec, below=below, **given)
     if "format" in given and spec.model is None:  # drafters in turn: the format is that of their models
         spec = _in_format(spec, given["format"])

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
-from sameseed.store import numbers
 
 POSITIONS = 16  # positions in a draft with an estimate of their own; later positions share the last one
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99, 0.999)  # of the probability bins
@@ -30,7 +29,6 @@ DECAY_OF_ALL = 0.97  # factor on the counts of all requests per request and roun
 HALF_LIFE = 2048  # rounds without drafts after which the counts of all requests weigh half, since texts change
 KEPT = 0.25  # weight of the stored counts of all requests in the next process, whose texts may differ
 MOST_TIMES = 1000.0  # most rounds that `Record.next` counts at once; older counts weigh nothing after them
-MOST_COUNTED = 1e9  # limit of stored counts: decayed sums over the tokens of a round are far below
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
 # A token's kind is its position if its probability is unknown, else its probability bin. First tokens have own bins.
 _PRIORS = [PRIOR_RATE] * POSITIONS + [0.9 * p for p in _MIDDLES] * 2
@@ -162,18 +160,12 @@ class Acceptance:
         }
 
     def restore(self, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Start from arrays of `as_arrays`, weighted by `KEPT`. Raises ValueError for any other arrays."""
-        every = Record(DECAY_OF_ALL, self.num_draft_tokens)
-        kinds = numbers(arrays.get("kinds"), "kinds", (2, len(every.tries)), 0.0, MOST_COUNTED)
-        ranks = numbers(arrays.get("ranks"), "ranks", (4, len(every.asked)), 0.0, MOST_COUNTED)
-        said = numbers(arrays.get("said"), "said", (2,), 0.0, MOST_COUNTED)
-        tells = numbers(arrays.get("tells"), "tells", (1,), 0.0, 1.0)
-        if (kinds[1] > kinds[0] * 1.001).any():
-            raise ValueError("more was accepted than drafted")
-        every.tries, every.hits = (KEPT * kinds).tolist()
-        every.asked, every.there, every.gain, every.steps = (KEPT * ranks).tolist()
-        every.was, every.said = (KEPT * said).tolist()
-        self.all, self.tells = every, bool(tells[0])
+        """Start from arrays of `as_arrays`, weighted by `KEPT`."""
+        every = self.all = Record(DECAY_OF_ALL, self.num_draft_tokens)
+        every.tries, every.hits = (KEPT * arrays["kinds"]).tolist()
+        every.asked, every.there, every.gain, every.steps = (KEPT * arrays["ranks"]).tolist()
+        every.was, every.said = (KEPT * arrays["said"]).tolist()
+        self.tells = bool(arrays["tells"][0])
 
     def read(self, draft: Draft, seqs: Seq[Sequence]) -> dict[int, DraftNodes]:
         """The nodes of a draft with their estimated path probabilities, by request id. Empty drafts are left out."""

@@ -1,14 +1,14 @@
-"""fixed: always the configured number of draft tokens."""
+"""fixed: always the configured number of draft tokens; below another drafter, at most that number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sameseed.cost.running import EngineCost
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Round
+from sameseed.spec.drafter import LengthPolicy, Round
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,27 @@ class FixedLength:
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         return draft
+
+
+@dataclass(frozen=True)
+class CappedLength(FixedLength):
+    """At most `num_draft_tokens` per draft; `policy` may end a draft earlier. For drafters below another drafter."""
+
+    policy: LengthPolicy = field(default_factory=FixedLength)
+
+    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
+        self.policy.calibrate(measure)
+
+    @property
+    def uses_confidence(self) -> bool:
+        return self.policy.uses_confidence
+
+    @property
+    def least_probability(self) -> float:
+        return self.policy.least_probability
+
+    def ends(self, paths: Seq[Seq[float]]) -> bool:
+        return self.policy.ends(paths)
 
 
 POLICY = FixedLength

@@ -160,7 +160,7 @@ class GoodputLength:
     def _due(self, num_seqs: int) -> int:
         """After how many rounds with drafts a plain round is measured: soon where none was, in such a batch."""
         assert self.cost is not None
-        if not self.cost.knows_plain(num_seqs):
+        if (False, num_seqs.bit_length()) not in self.cost.ratios:
             return FIRST_UNMEASURED
         lost = MOST_COLD * (self._rate * self._plain / num_seqs - 1.0)  # rounds that measuring loses at most
         return max(FIRST_UNMEASURED, round(lost / SHARE))

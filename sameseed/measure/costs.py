@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from sameseed.cost.curve import Curve, interpolate
-from sameseed.cost.engines import ENGINE_SCHEMA, P10_TO_P90, read_table
-from sameseed.cost.round import CostSpread, Gap, RoundCost
+from sameseed.cost.round import Gap, RoundCost
+from sameseed.cost.tables import ENGINE_SCHEMA, P10_TO_P90, read_table
 from sameseed.errors import ConfigError, nearest
 from sameseed.measure.limits import Limits
 from sameseed.report.schemas import PROFILE_SCHEMA
@@ -187,7 +187,7 @@ class Profile:
         spreads = [math.log(x.p90 / x.p10) for x in self.costs if x.format == format and 0 < x.p10 <= x.p90]
         level = median(spreads) / P10_TO_P90 if spreads else 0.0
         read = Curve([(0, 0.0), *prompts]).at if prompts else None
-        return RoundCost(self.curve(format), (), Gap(gap, gap), read, "profiled", CostSpread(level, level, level))
+        return RoundCost(self.curve(format), (), Gap(gap, gap), read, "profiled", level)
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain data for JSON."""

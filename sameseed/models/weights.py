@@ -303,7 +303,7 @@ class WeightReader:
             )
             return to, False
         if not as_stored:
-            say_once(f"weights are decoded and stored as {chosen}; --format auto keeps them as {own}")
+            say_once(f"weights in {own} are rounded to {chosen}; a target keeps its own with --format auto")
         return chosen, as_stored
 
     def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool], spread: Spread = map) -> list[QuantTensor]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sameseed.cost.round import Drafted
 from sameseed.errors import ConfigError
 from sameseed.spec.draft import Draft
-from sameseed.store import Arrays, numbers
+from sameseed.store import Arrays
 
 Ints = NDArray[np.int64]
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # draft sizes that a replay evaluates
@@ -65,17 +65,6 @@ class Replay:
     accepted: NDArray[np.int16]
     nodes: NDArray[np.int16]
     steps: NDArray[np.int16]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not fit together."""
-        n, p, s = len(self.num_prompts), len(self.accepted), len(self.sizes)
-        shapes = (self.accepted.shape, self.nodes.shape, self.steps.shape, self.offsets.shape)
-        if shapes != ((p, s), (p, s), (p, s, len(self.levels)), (n + 1,)) or not n or not s or not self.levels:
-            raise ValueError(f"parts of a replay that do not fit together: {shapes}")
-        if self.offsets[0] != 0 or self.offsets[-1] != p or (np.diff(self.offsets) < 0).any():
-            raise ValueError("positions of a replay that are not in order")
-        if (self.accepted > self.nodes).any() or (self.accepted < 0).any() or (self.nodes > self.sizes).any():
-            raise ValueError("a replay in which more is accepted than was guessed")
 
     @property
     def num_texts(self) -> int:
@@ -148,17 +137,9 @@ class Replay:
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Replay:
-        """The inverse of `as_arrays`. Raises ValueError for arrays that are no replay."""
-        kinds: dict[str, tuple[int, Any]] = {"num_prompts": (1, np.int32), "offsets": (1, np.int64)}
-        kinds |= {"accepted": (2, np.int16), "nodes": (2, np.int16), "steps": (3, np.int16)}
-        named: dict[str, Any] = {
-            name: numbers(arrays.get(name), name, (-1,) * dimensions, 0, np.iinfo(kind).max).astype(kind)
-            for name, (dimensions, kind) in kinds.items()
-        }
-        sizes, levels = numbers(arrays.get("sizes"), "sizes", (-1,), 1, SIZES[-1]), arrays.get("levels")
-        if levels is None or levels.dtype.kind != "U" or levels.ndim != 1:
-            raise ValueError("levels is missing, or no list of names")
-        return cls(tuple(map(int, sizes)), tuple(levels.tolist()), **named)
+        """The inverse of `as_arrays`."""
+        sizes, levels = tuple(arrays["sizes"].tolist()), tuple(arrays["levels"].tolist())
+        return cls(sizes, levels, **{name: a for name, a in arrays.items() if name not in ("sizes", "levels")})
 
 
 def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from sameseed import ops
@@ -48,18 +48,18 @@ class Prospect:
     """
 
     candidate: Setting
-    tokens_per_s: dict[int, Interval] = field(default_factory=dict)
+    tokens_per_s: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, Expected] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def score(self, batches: Seq[int], bound: str = "value") -> float:
-        """Geometric mean of tokens/s over these batch sizes; `bound`: "value", "low" or "high"."""
-        return math.exp(sum(math.log(getattr(self.tokens_per_s[b], bound)) for b in batches) / len(batches))
+    def score(self, batches: Seq[int]) -> float:
+        """Geometric mean of tokens/s over these batch sizes."""
+        return geometric_mean(self.tokens_per_s[b] for b in batches)
 
     def over(self, plain: Prospect, batch: int) -> Interval:
         """Predicted speed-up over the setting `plain` at a batch size."""
-        own, its = self.tokens_per_s[batch], plain.tokens_per_s[batch].value
-        return Interval(own.value / its, own.low / its, own.high / its)
+        value = self.tokens_per_s[batch] / plain.tokens_per_s[batch]
+        return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
 
 
 class TargetBench:
@@ -186,7 +186,7 @@ class TargetBench:
                 batch * self.mean_tokens / (batch * cost.prompt(self.mean_prompt) + self.mean_tokens * x.plain)
                 for cost, x in zip(moments, rounds, strict=True)
             ]
-            plain.tokens_per_s[batch], plain.rounds[batch] = around(median(speeds)), rounds[0]
+            plain.tokens_per_s[batch], plain.rounds[batch] = median(speeds), rounds[0]
         return [plain, *(p for spec, cost in found for p in self.promised(spec, cost, plain, threads))]
 
     @property
@@ -205,8 +205,8 @@ class TargetBench:
                     k = best(cost, replay, [s for s in replay.sizes if s <= most], batch, self.context)[0]
                 x = prospect.rounds[batch] = expected(cost, replay, k, batch, self.context)
                 before, after = (batch * cost.prompt(self.mean_prompt, use) for use in (False, k > 0))
-                speed = x.whole(before, after, self.mean_tokens) * plain.tokens_per_s[batch].value
-                prospect.tokens_per_s[batch] = around(speed)
+                speedup = x.whole(before, after, self.mean_tokens)
+                prospect.tokens_per_s[batch] = speedup * plain.tokens_per_s[batch]
             found.append(prospect)
         return found
 
@@ -215,11 +215,6 @@ class TargetBench:
         replay, cost = self.replays[setting.way], self.costs[setting.way, setting.threads]
         sizes = [s for s in replay.sizes if s <= setting.spec.num_draft_tokens]
         return lengths_by_batch(cost, replay, sizes, max(self.asked.batches), self.context)
-
-
-def around(value: float) -> Interval:
-    """A predicted figure with its interval."""
-    return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
 
 
 def no_time(setting: str, asked: TuneRequest) -> Loser:
@@ -263,7 +258,7 @@ def load_targets(
 
 
 def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
-    """The settings that run: the best by their upper bound, a few of each draft, and the first plain decoding.
+    """The settings that run: those that may be the best, a few of each draft, and the first plain decoding.
 
     Plain decoding in another format runs where it may win, or where a draft in that format runs: their texts must be
     equal.
@@ -271,17 +266,17 @@ def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
     batches, by_memory = asked.looked_at, asked.objective == "memory"
     plain = [p for p in prospects if p.candidate.plain]
     drafting = [p for p in prospects if not p.candidate.plain]
-    drafting.sort(key=lambda p: (p.num_bytes if by_memory else 0, -p.score(batches, "high")))
-    best_low = 0.0 if by_memory else max(p.score(batches, "low") for p in prospects)
+    drafting.sort(key=lambda p: (p.num_bytes if by_memory else 0, -p.score(batches)))
+    least = 0.0 if by_memory else max(p.score(batches) for p in prospects) * math.exp(-2 * OFF)
     taken: list[Prospect] = []
     for p in drafting:
         same = sum(q.candidate.group == p.candidate.group for q in taken)
-        if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches, "high") >= best_low:
+        if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches) >= least:
             taken.append(p)
     if taken:  # the goodput policy is always among them, with the most promising draft
         first = taken[0].candidate.group
         adapting = [p for p in drafting if p.candidate.group == first and p.candidate.spec.policy == "goodput"]
         taken += [p for p in adapting if p not in taken]
     targets = {p.candidate.target for p in taken}
-    rivals = [p for p in plain[1:] if p.candidate.target in targets or p.score(batches, "high") >= best_low > 0.0]
+    rivals = [p for p in plain[1:] if p.candidate.target in targets or p.score(batches) >= least > 0.0]
     return [plain[0], *rivals, *taken]

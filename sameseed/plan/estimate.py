@@ -11,22 +11,25 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.cost.engines import UNSTATED, EngineCosts
-from sameseed.cost.round import CostSpread, ModelSteps, RoundCost, lengths_by_batch
+from sameseed.cost.curve import Curve
+from sameseed.cost.round import ModelSteps, RoundCost, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
-from sameseed.errors import ConfigError, VocabularyError
+from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits, from_rates
 from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
+from sameseed.models.loader import load_tokenizer
 from sameseed.plan.anchor import anchor
+from sameseed.plan.engines import UNSTATED, EngineCosts
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
     ASSUMED,
@@ -40,7 +43,8 @@ from sameseed.plan.outlook import (
     read_acceptance,
     speeds,
 )
-from sameseed.plan.paper import GAP, GAP_SPREAD, Sheet, find, head_sheet, sheet
+from sameseed.plan.paper import GAP, Sheet, find, head_sheet, sheet
+from sameseed.tokenizer import check_vocabulary
 from sameseed.tuned import TunedFigure
 
 FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for
@@ -86,6 +90,12 @@ class Question:
         for draft in self.drafts:
             Level.of(parse_draft(draft))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes in ascending order."""
+        return tuple(sorted(set(self.batches)))
+
+    @property
     def chances(self) -> list[AcceptChances]:
         """Acceptance chances of each draft. Raises ConfigError for files that hold none."""
         given = self.acceptance or (None,)
@@ -102,15 +112,15 @@ class Estimate:
     """
 
     model: str
-    format: str
-    kv_format: str
     context: int
     prompt_tokens: int
-    memory: Memory | None
-    ttft_s: TunedFigure | None
     speeds: tuple[DraftSpeed, ...]
     by_batch: Mapping[str, tuple[tuple[int, int, int], ...]]
     acceptance: Mapping[str, str]
+    format: str = ""
+    kv_format: str = ""
+    memory: Memory | None = None
+    ttft_s: TunedFigure | None = None
     loss: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,31 +137,27 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
     """
     profile = machine if isinstance(machine, Profile) else None
     limits = machine.limits if isinstance(machine, Profile) else machine
-    batches, chances = tuple(sorted(set(asked.batches))), asked.chances()
-    found, misfits, given = [], [], asked
+    available = available_memory() if asked.available is None else asked.available
+    found, misfits = [], []
     for target in _sheets(asked, profile):
         most = target.config.max_model_len
-        context = min(CONTEXT, most) if asked.context is None else asked.context
-        asked = replace(asked, prompt_tokens=given.prompt_tokens or min(PROMPT, most))
-        if max(context, asked.prompt_tokens or 0) > most:
+        context, prompt = asked.context or min(CONTEXT, most), asked.prompt_tokens or min(PROMPT, most)
+        if max(context, prompt) > most:
             raise ConfigError(
                 f"{asked.model} has a context of {most} tokens: lower --context and --prompt-tokens to it"
             )
-        drafts = [_plan(d, c, asked, target, limits, profile) for d, c in zip(asked.drafts, chances, strict=True)]
-        available = available_memory() if asked.available is None else asked.available
-        needs = memory(target, drafts, available, context, batches)
+        drafts = [_plan(d, c, asked, target, limits, profile) for d, c in zip(asked.drafts, asked.chances, strict=True)]
+        needs = memory(target, drafts, available, context, asked.sizes)
         if needs.max_batch < 1:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue
         cost = target.cost(limits) if profile is None else _profiled(profile, target)
         if asked.run:
             settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
-            real = anchor(
-                asked.model, drafts, asked.draft_format, asked.prompt_tokens or PROMPT, cost, most, **settings
-            )
-            cost, drafts = real.cost, list(real.drafts)
-        figures = _figures(asked, target.name, target.kv_format, context, batches, needs, cost, drafts)
-        found.append(replace(figures, loss=target.loss))
+            cost, drafts = anchor(asked.model, drafts, asked.draft_format, prompt, cost, most, **settings)
+        own = {"format": target.name, "kv_format": target.kv_format, "memory": needs, "loss": target.loss}
+        table = max(TABLE, asked.sizes[-1])
+        found.append(_estimate(asked, cost, drafts, context, prompt, table, ttft_s=prompt_figure(cost, prompt), **own))
     if not found:
         raise misfits[-1]
     return found
@@ -161,51 +167,33 @@ def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
     """Estimate for another engine, from its costs alone: no memory, and no model is read."""
     if asked.formats and asked.formats != (costs.format,):
         raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
-    plans = []
-    for text, chance in zip(asked.drafts, asked.chances(), strict=True):
-        own = _owning(parse_draft(text)) if text != costs.draft else []  # its time is within the passes
-        if own and not costs.draft_ms:
+    most, drafts = costs.batches[-1], []
+    if asked.sizes[-1] > most:
+        raise ConfigError(f"the costs end at {most} sequences: lower --batch to it, or measure more")
+    for text, chance in zip(asked.drafts, asked.chances, strict=True):
+        if text == costs.draft or not _owning(parse_draft(text)):  # its time is within the passes, or is next to none
+            drafts.append(DraftPlan(text, ModelSteps(each=SEARCH), chance))
+            continue
+        if not costs.draft_ms:
             raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
-        steps = ModelSteps(costs.steps()) if own else ModelSteps(each=SEARCH)
-        plans.append(DraftPlan(text, steps, chance, grade="profiled" if own else None, spread=CostSpread(UNSTATED)))
-    batches = tuple(sorted(set(asked.batches)))
-    if batches[-1] > costs.batches[-1]:
-        raise ConfigError(f"the costs end at {costs.batches[-1]} sequences: lower --batch to it, or measure more")
-    most = costs.batches[-1]
-    return _figures(
-        asked, costs.format, "", costs.context, batches, None, costs.cost(), plans, most, bool(costs.prompts)
-    )
+        steps = ModelSteps(Curve(sorted((s.batch, s.ms / 1e3) for s in costs.draft_ms)))
+        drafts.append(DraftPlan(text, steps, chance, grade="profiled", spread=UNSTATED))
+    cost, prompt = costs.cost(), asked.prompt_tokens or PROMPT
+    first = prompt_figure(cost, prompt) if costs.prompts else None
+    return _estimate(asked, cost, drafts, costs.context, prompt, most, ttft_s=first, format=costs.format)
 
 
-def _figures(
-    asked: Question,
-    format: str,
-    kv_format: str,
-    context: int,
-    batches: tuple[int, ...],
-    needs: Memory | None,
-    cost: RoundCost,
-    drafts: Seq[DraftPlan],
-    most: int | None = None,
-    reads: bool = True,
+def _estimate(
+    asked: Question, cost: RoundCost, drafts: Seq[DraftPlan], context: int, prompt: int, most: int, **own: Any
 ) -> Estimate:
-    """The figures; `most`: sequences up to which the costs are known; `reads`: are those of prompts known?"""
-    prompt, most = asked.prompt_tokens or PROMPT, most or max(TABLE, batches[-1])
-    return Estimate(
-        asked.model,
-        format,
-        kv_format,
-        context,
-        prompt,
-        needs,
-        prompt_figure(cost, prompt) if reads else None,
-        speeds(cost, drafts, batches, context),
-        {
-            d.text: lengths_by_batch(replace(cost, levels=(d.steps,)), d.acceptance.at(0.5), LENGTHS, most, context)
-            for d in drafts
-        },
-        {d.text: d.acceptance.source for d in drafts},
-    )
+    """The estimate with speeds, and with lengths up to `most` sequences."""
+    lengths = {}
+    for d in drafts:
+        whole = replace(cost, levels=(d.steps,))
+        lengths[d.text] = lengths_by_batch(whole, d.acceptance.at(0.5), LENGTHS, most, context)
+    sources = {d.text: d.acceptance.source for d in drafts}
+    figures = speeds(cost, drafts, asked.sizes, context)
+    return Estimate(asked.model, context, prompt, figures, lengths, sources, **own)
 
 
 def _profiled(profile: Profile, target: Sheet) -> RoundCost:
@@ -223,7 +211,7 @@ def _profiled(profile: Profile, target: Sheet) -> RoundCost:
         raise ConfigError(
             f"{target.name} was profiled with a cache in {kv_format}, not {target.kv_format}: give --kv-format"
         )
-    return replace(cost, spread=replace(cost.spread, gap=GAP_SPREAD))
+    return cost
 
 
 def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) -> Limits | None:
@@ -274,35 +262,38 @@ def _plan(
     text: str, chance: AcceptChances, asked: Question, target: Sheet, limits: Limits, profile: Profile | None
 ) -> DraftPlan:
     """A draft on paper, or as profiled with the target; of several draft models, the slowest gives the step time."""
-    costs: list[RoundCost] = []
-    sheets = []
+    parts: list[tuple[Sheet, RoundCost]] = []
     at_once = False
     for spec in _owning(parse_draft(text)):
+        path = None if spec.model is None or spec.model.lower() in SHAPES else find(spec.model)
         if spec.model is None:  # the target in fewer bits
             form = SELF_FORMAT if asked.draft_format == "auto" else asked.draft_format
-            sheets.append(sheet(asked.model, form, asked.kv_format))
-            costs.append(_draft_cost(sheets[-1], limits, profile))
-            continue
-        path = None if spec.model.lower() in SHAPES else find(spec.model)
-        if path is not None and path.is_dir() and is_head(path):
+            own = sheet(asked.model, form, asked.kv_format)
+        elif path is not None and path.is_dir() and is_head(path):
             own = head_sheet(path, asked.draft_format, asked.kv_format, target)
             at_once = is_block(path)
         else:
             own = sheet(spec.model, asked.draft_format, asked.kv_format, target)
             at_once = registry.load("drafters", spec.method).DRAFTER.at_once or (path is not None and is_parallel(path))
-            sizes = sorted((own.config.vocab_size, target.config.vocab_size))
-            if own.config.num_layers > 1 and path is not None and sizes[1] > PADDED * sizes[0]:
-                raise VocabularyError(
-                    f"{spec.model} has {own.config.vocab_size} tokens, {asked.model} "
-                    f"{target.config.vocab_size}: take a draft of the target's family"
-                )
-        sheets.append(own)
-        costs.append(_draft_cost(own, limits, profile))
-    slowest = max(costs, key=lambda cost: cost.target(1, 1, CONTEXT), default=None)
-    weights, row = sum(s.weights for s in sheets), sum(s.row for s in sheets)
-    if slowest is None:
-        return DraftPlan(text, ModelSteps(each=SEARCH), chance, weights, row)
+            if path is not None and own.config.num_layers > 1:
+                _check_vocabulary(asked.model, target, path, own)
+        parts.append((own, _draft_cost(own, limits, profile)))
+    if not parts:
+        return DraftPlan(text, ModelSteps(each=SEARCH), chance)
+    weights, row = sum(own.weights for own, _ in parts), sum(own.row for own, _ in parts)
+    slowest = max((cost for _, cost in parts), key=lambda cost: cost.target(1, 1, CONTEXT))
     return DraftPlan(text, ModelSteps(slowest.passes, at_once), chance, weights, row, slowest.grade, slowest.spread)
+
+
+def _check_vocabulary(model: str, target: Sheet, path: Path, draft: Sheet) -> None:
+    """Raise VocabularyError for a draft of other tokens: by both tokenizers where they are here, else by number."""
+    if model.lower() not in SHAPES:
+        with suppress(ModelLoadError):
+            return check_vocabulary(load_tokenizer(find(model)), load_tokenizer(path))
+    sizes = sorted((draft.config.vocab_size, target.config.vocab_size))
+    if sizes[1] > PADDED * sizes[0]:
+        its, own = draft.config.vocab_size, target.config.vocab_size
+        raise VocabularyError(f"{path.name} has {its} tokens, {model} {own}: take a draft of the target's family")
 
 
 def _draft_cost(own: Sheet, limits: Limits, profile: Profile | None) -> RoundCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
@@ -54,7 +55,8 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What to tune. `drafts`: as --draft takes them, each in each of `draft_formats` where it has a model.
+    """What to tune. `drafts`: as --draft takes them, each in each of `draft_formats` and with each of
+    `draft_vocabularies` (as --draft-vocabulary, or "all") where it has a model.
 
     `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
     geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
@@ -70,6 +72,7 @@ class TuneRequest:
     formats: tuple[str, ...] = ("auto",)
     kv_formats: tuple[str, ...] = ("auto",)
     draft_formats: tuple[str, ...] = ("auto",)
+    draft_vocabularies: tuple[str, ...] = ("all",)
     batches: tuple[int, ...] = (1, 4)
     threads: tuple[int | None, ...] = (None,)
     objective: str = "balanced"
@@ -89,11 +92,11 @@ class TuneRequest:
         if not self.threads or any(t is not None and t < 1 for t in self.threads):
             raise ConfigError(f"threads are numbers of CPU threads, 1 or more, got {self.threads}")
         if len(self.prompts) < 2:
-            raise ConfigError(f"{len(self.prompts)} prompts tell nothing of others; give two or more (--prompts FILE)")
+            raise ConfigError(f"give at least two prompts (--prompts FILE), not {len(self.prompts)}")
         if len({str(p.facts) for p in self.prompts}) < 2:
-            raise ConfigError("the prompts are all alike: what is right for one text is measured again and again")
+            raise ConfigError("all prompts are identical; give different ones (--prompts FILE)")
         if self.seconds < 5:
-            raise ConfigError(f"{self.seconds:g} seconds are too few to load and measure anything; give 30 or more")
+            raise ConfigError(f"--seconds {self.seconds:g} is too short to load and measure anything; give 30 or more")
         if not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
         if self.exhaustive and (self.objective in ("ttft", "memory") or len(self.prompts) < 4):
@@ -140,6 +143,11 @@ class Setting:
         return next((x.spec.format for x in Level.of(self.spec).every() if x.spec.model is not None), "auto")
 
     @property
+    def draft_vocabulary(self) -> str:
+        """What the draft's model may draft, as --draft-vocabulary; "all" for everything."""
+        return next((str(v) for x in Level.of(self.spec).every() if (v := x.spec.options.get("vocabulary"))), "all")
+
+    @property
     def formats(self) -> str:
         """Formats that differ from the checkpoint's own, such as "w4a8 kv int8"; "" for none."""
         kv = [f"kv {self.kv_format}"] if self.kv_format != "auto" else []
@@ -150,6 +158,7 @@ class Setting:
         """The draft with its shape and format, without a length."""
         form = [f"draft {self.draft_format}"] if self.draft_format != "auto" else []
         shapes = [name for name, options in (("chain", CHAIN), ("siblings", LEAVES)) if _has(self.spec, options)]
+        form += [f"vocabulary {self.draft_vocabulary}"] if self.draft_vocabulary != "all" else []
         return " ".join([self.draft, *shapes, *form])
 
     @property
@@ -209,8 +218,10 @@ def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
     found: list[SpecConfig] = []
     for text in asked.drafts:
         has_model = any(level.spec.model is not None for level in Level.of(make_config(text).spec).every())
-        for form in asked.draft_formats if has_model else ("auto",):
+        choices = product(asked.draft_formats, asked.draft_vocabularies) if has_model else [("auto", "all")]
+        for form, vocabulary in choices:
             spec = resolve(make_config(text, policy="fixed", draft_format=form).spec).spec
+            spec = spec if vocabulary == "all" else shaped(spec, {"vocabulary": vocabulary})
             found += [spec, *(one for shape in (CHAIN, LEAVES) if (one := shaped(spec, shape)) != spec)]
     return [spec for spec in found if spec.method != "none"]
 

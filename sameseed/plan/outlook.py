@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sameseed.cost.round import PAYS, CostSpread, Expected, ModelSteps, PlaceRates, RoundCost, expected
+from sameseed.cost.round import PAYS, PlaceRates, Proposal, RoundCost, expected
 from sameseed.errors import ConfigError
 from sameseed.tuned import TunedFigure
 
@@ -21,8 +21,7 @@ ASSUMED_FOUND = (0.1, 0.6)  # the same for a draft token that was found in the t
 SEARCH = 0.05e-3  # seconds of a search in a text: n-gram's draft time in benchmarks/results/bench.jsonl, 0.045 to 0.069
 Z90 = 1.2816  # normal quantile: 80 % lie within so many standard deviations
 UNIFORM = 0.4 / Z90  # standard deviations of a normal draw whose 80 % lie where those of a uniform one do, by its range
-EXACT = CostSpread()
-USUAL = 16  # rows at which the spread of long passes applies; it grows with the logarithm of rows
+USUAL = 16  # rows at which a pass is off by a spread more than one row; it grows with the logarithm of rows
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,12 @@ class DraftPlan:
     """
 
     text: str
-    steps: ModelSteps
+    steps: Proposal
     acceptance: AcceptChances
     weights: int = 0
     row: int = 0
     grade: str | None = None
-    spread: CostSpread = EXACT
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class DraftSpeed:
     draft_share: float
 
 
-def figure(value: float, grade: str, offs: Seq[float] = ()) -> TunedFigure:
+def figure(value: float, grade: str, *offs: float) -> TunedFigure:
     """A figure with its 80 % interval; `offs`: independent standard deviations of its logarithm."""
     off = math.exp(Z90 * math.hypot(*offs))
     return TunedFigure(value, value / off, value * off, grade)
@@ -119,63 +118,33 @@ def figure(value: float, grade: str, offs: Seq[float] = ()) -> TunedFigure:
 
 def prompt_figure(cost: RoundCost, tokens: int) -> TunedFigure:
     """Seconds of the passes over a prompt."""
-    offs = cost.spread.level, cost.spread.shape * _long(tokens)
-    return figure(cost.prompt(tokens), cost.grade, offs)
+    return figure(cost.prompt(tokens), cost.grade, cost.spread, cost.spread * _long(tokens))
 
 
 def _long(rows: float) -> float:
     return math.log(max(rows, 1.0)) / math.log(USUAL)
 
 
-def _offs(cost: RoundCost, draft: DraftPlan | None, x: Expected, of: Callable[[Expected], float]) -> list[float]:
-    """How the spreads of the costs move the logarithm of `of`.
-
-    Half of a draft's variance is shared with the target's where both have one grade.
-    """
-    s, long = cost.spread, _long(x.batch * (1 + x.k))
-    shared = apart = 0.0
-    if draft is not None and draft.grade is not None:
-        alike = draft.grade == cost.grade
-        shared, apart = (draft.spread.level * math.sqrt(0.5) * one for one in (alike, 1.0 if alike else math.sqrt(2.0)))
-    changes = (
-        x.varied(plain=s.level, target=s.level, draft=shared),
-        x.varied(plain=s.shape * _long(x.batch), target=s.shape * long),
-        x.varied(draft=apart),
-        x.varied(draft=draft.spread.shape * _long(x.batch) if draft is not None else 0.0),
-        x.varied(plain_gap=s.gap, gap=s.gap),
-    )
-    return [math.log(of(y) / of(x)) for y in changes]
-
-
-def _tokens_per_s(x: Expected) -> float:
-    return x.tokens_per_s
-
-
-def _speedup(x: Expected) -> float:
-    return x.speedup
-
-
 def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: int) -> tuple[DraftSpeed, ...]:
-    """Plain decoding, and each draft at its best length (most tokens/s), at each batch size."""
+    """Plain decoding, and each draft at its best length (most tokens/s), at each batch size.
+
+    A speed-up is off where the target's longer pass and the draft's steps are, each by its share of the round's time.
+    """
     found = []
     for batch in batches:
-        plain, one = expected(cost, PlaceRates((0.0,)), 0, batch, context), TunedFigure(1.0, 1.0, 1.0, cost.grade)
-        offs = _offs(cost, None, plain, _tokens_per_s)
-        tokens_per_s = figure(plain.tokens_per_s, cost.grade, offs)
-        found.append(DraftSpeed("none", batch, 0, True, tokens_per_s, one, one, 0.0))
+        plain = expected(cost, PlaceRates((0.0,)), 0, batch, context).tokens_per_s
+        level, one = (cost.spread, cost.spread * _long(batch)), TunedFigure(1.0, 1.0, 1.0, cost.grade)
+        found.append(DraftSpeed("none", batch, 0, True, figure(plain, cost.grade, *level), one, one, 0.0))
         for draft in drafts:
             low, middle, high = (draft.acceptance.at(place) for place in (0.0, 0.5, 1.0))
             whole = replace(cost, levels=(draft.steps,))
             x = max((expected(whole, middle, k, batch, context) for k in LENGTHS), key=lambda x: x.speedup)
-            k = x.k
-            ends = [expected(whole, rates, k, batch, context).tokens for rates in (low, high)]
+            ends = [expected(whole, rates, x.k, batch, context).tokens for rates in (low, high)]
             chance = UNIFORM * math.log(ends[1] / ends[0])
+            offs = (cost.spread * _long(1 + x.k) * x.target / x.seconds, draft.spread * x.draft / x.seconds, chance)
             grade = cost.grade if draft.grade in (None, cost.grade) else "paper"
-            tokens_per_s, speedup = (
-                figure(of(x), grade, [*_offs(whole, draft, x, of), chance]) for of in (_tokens_per_s, _speedup)
-            )
-            mean = figure(x.tokens, "assumed" if draft.acceptance.assumed else "measured", [chance])
-            found.append(
-                DraftSpeed(draft.text, batch, k, x.speedup > PAYS, tokens_per_s, speedup, mean, x.draft / x.seconds)
-            )
+            speedup, tokens_per_s = figure(x.speedup, grade, *offs), figure(x.tokens_per_s, grade, *level, *offs)
+            mean = figure(x.tokens, "assumed" if draft.acceptance.assumed else "measured", chance)
+            share = x.draft / x.seconds
+            found.append(DraftSpeed(draft.text, batch, x.k, x.speedup > PAYS, tokens_per_s, speedup, mean, share))
     return tuple(found)

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from sameseed import hub, scheme
-from sameseed.cost.round import MAX_NUM_ROWS, CostSpread, Gap, RoundCost
+from sameseed.cost.draft_format import EMBEDDING, cheaper, read_bytes
+from sameseed.cost.round import MAX_NUM_ROWS, Gap, RoundCost
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
@@ -44,12 +45,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # best. Attention works on short rows: 0.05 to 0.14 fit, depending on which curve is left out.
 RECORDS = ("8a4dfcfcd99e", "d008a7591082")
 READ, COMPUTE, ATTENTION = 0.86, 0.49, 0.10
-# Standard deviations of logarithms: of one-row passes, and of longer ones against those; few curves, so Student's t.
-LEVEL_SPREAD, SHAPE_SPREAD = 0.074, 0.078
-# Seconds outside the models in a round, and their spread: overhead_ms_per_round in benchmarks/results/bench.jsonl (0.22
-# to 1.0 ms, median 0.35).
-GAP, GAP_SPREAD = 0.35e-3, 0.5
-STUDENT = 1.638 / 1.282  # the 90 % quantile of t with 3 degrees of freedom, over the normal one
+# Standard deviation of the logarithm of a pass's seconds there: 0.074 of one row, 0.078 more of others. It comes from
+# four curves, so Student's t with 3 degrees of freedom, over the normal one at 90 %, widens it.
+SPREAD = 0.078 * 1.638 / 1.282
+GAP = 0.35e-3  # seconds outside the models: the median overhead_ms_per_round in benchmarks/results/bench.jsonl
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class Sheet:
             passes = [(min(MAX_NUM_ROWS, round(tokens) - at), at) for at in range(0, round(tokens), MAX_NUM_ROWS)]
             return sum(self.seconds(limits, 1, n, at, prompt=True) for n, at in passes)
 
-        spread = CostSpread(LEVEL_SPREAD * STUDENT, SHAPE_SPREAD * STUDENT, LEVEL_SPREAD * STUDENT, GAP_SPREAD)
-        return RoundCost(PaperPasses(self, limits), (), Gap(GAP, GAP), prompt, "paper", spread)
+        return RoundCost(PaperPasses(self, limits), (), Gap(GAP, GAP), prompt, "paper", SPREAD)
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,8 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     quant = _beside(target, quant, layer, source, shapes)
     size = weight_bytes(layer, source, quant, shapes)
     tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")  # tables of which a pass reads some rows only
-    read = float(size) - sum(_matrix(layer, source, quant, shapes, name) for name in tables)
+    unread = (math.prod(shapes[n]) * matrix_bits(layer, source, quant, n, shapes[n]) / 8 for n in tables if n in shapes)
+    read = size - sum(unread)
     if "lm_head.weight" not in shapes:
         c = target.config
         looked_up = 0 if c.tied_embeddings else c.vocab_size * c.hidden_size
@@ -191,7 +190,8 @@ def _beside(
     """The scheme of a draft for `target`: `quant` where its weights are named, else the one that the engine chooses."""
     if target is None or quant.weights != "auto":
         return quant
-    return following(few_bits(QuantScheme.parse(target.name).at(usual(config))), config, source, shapes)
+    found = following(few_bits(QuantScheme.parse(target.name).at(usual(config))), config, source, shapes)
+    return cheaper(config, source, target.read) if found.weights == "auto" and shapes is None else found
 
 
 def _sheet(
@@ -199,31 +199,21 @@ def _sheet(
 ) -> Sheet:
     asked = _beside(target, quant, config, source)
     quant = asked.with_head() if target is None else asked
-    embedding = "model.embed_tokens.weight"
-    dtype = source.dtype(embedding)
+    dtype = source.dtype(EMBEDDING)
     size = weight_bytes(config, source, quant)
-    # A pass reads only a few rows of the embedding, unless the embedding is the LM head too.
-    unread = 0.0 if config.tied_embeddings else _matrix(config, source, quant, None, embedding)
     chosen = resolve_scheme(config, source, quant, usual(config))
     kv = scheme.cache_format(kv_format, dense_format(source, quant, expected_shapes(config)))
     name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(asked)
     name = quant.format_for(dtype) if name == "auto" else name
-    loss = _losses.likely(asked) if rounds(config, source, chosen) else ""
-    return Sheet(config, name, kv, size, size - unread, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
+    loss = _losses.likely(asked) if rounds(config, source, asked) else ""
+    read = read_bytes(config, source, quant)
+    return Sheet(config, name, kv, size, read, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:
     return (
         "int8" if quant.activations in ("int8", "outliers") else "bf16" if quant.format_for(dtype) == "bf16" else "fp32"
     )
-
-
-def _matrix(c: ModelConfig, source: TensorSource, quant: QuantScheme, shapes: Shapes | None, name: str) -> float:
-    """Bytes of one matrix; 0 where it is not among `shapes`."""
-    if shapes is not None and name not in shapes:
-        return 0.0
-    shape = (c.vocab_size, c.hidden_size) if shapes is None else shapes[name]
-    return shape[0] * shape[1] * matrix_bits(c, source, quant, name, shape) / 8
 
 
 def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.store import replacing
-from sameseed.tuned import TABLE_END, TUNED_SCHEMA, Chosen, Tuned
+from sameseed.tuned import TABLE_END, TUNED_SCHEMA, Tuned
 
 WORDS = {
     "machine": "Measured on this machine. On another one the file is refused: costs differ (--force-profile takes it).",
@@ -44,19 +44,20 @@ def write(tuned: Tuned, path: Path) -> None:
 
 
 def text(tuned: Tuned) -> str:
-    """The profile as TOML text."""
-    head = ["# What `sameseed tune` chose. Use it: sameseed serve --profile FILE, or LLM(profile=FILE)."]
-    head += [f"{name} = {value(v)}" for name, v in _top(tuned)]
-    table = asdict(tuned)
-    ranges, table["chosen"]["by_batch"] = _by_batch(tuned.chosen), None
-    lines = [*head, *_section("machine", table["machine"]), *_section("model", table["model"])]
-    lines += [*_section("scope", table["scope"]), *_section("chosen", table["chosen"])]
-    lines += _section("chosen.by_batch", ranges) if ranges else []
-    for name in ("predicted", "measured", "quality", "cost", "acceptance"):
-        if table[name]:
-            lines += _section(name, table[name])
-    for i, row in enumerate(table["rejected"]):
-        lines += ["", *([f"# {WORDS['rejected']}"] if i == 0 else []), "[[rejected]]", *_rows(row)]
+    """The profile as TOML text; unset and empty values are left out, because reading gives their defaults."""
+    table, chosen = asdict(tuned), tuned.chosen
+    lines = ["# What `sameseed tune` chose. Use it: sameseed serve --profile FILE, or LLM(profile=FILE)."]
+    lines += _rows({"schema": TUNED_SCHEMA, "date": tuned.date, "commit": tuned.commit})
+    del table["chosen"]["by_batch"]
+    # Ranges of the table by batch, such as "3-8" = 2; the last one has no end.
+    ranges = chosen.ranges() if chosen.by_batch else []
+    table["chosen.by_batch"] = {f"{a}-{'' if b == TABLE_END else b}": k for a, b, k in ranges}
+    for name in WORDS:
+        rows = table[name] if name == "rejected" else [table[name]]
+        for i, row in enumerate(rows):
+            head = f"[[{name}]]" if name == "rejected" else f"[{name}]"
+            if row or name in ("machine", "model", "scope", "chosen"):
+                lines += ["", *([f"# {WORDS[name]}"] if i == 0 else []), head, *_rows(row)]
     return "\n".join(lines) + "\n"
 
 
@@ -80,22 +81,7 @@ def value(found: Any) -> str:
     raise ConfigError(f"a profile holds plain data, got {found!r}")
 
 
-def _top(tuned: Tuned) -> Iterator[tuple[str, str]]:
-    yield "schema", TUNED_SCHEMA
-    yield from ((name, v) for name, v in (("date", tuned.date), ("commit", tuned.commit)) if v)
-
-
-def _by_batch(chosen: Chosen) -> dict[str, int]:
-    """Rows of the table, such as "3-8" = 2; the last range has no end."""
-    return {f"{a}-{'' if b == TABLE_END else b}": k for a, b, k in chosen.ranges()} if chosen.by_batch else {}
-
-
-def _section(name: str, rows: Mapping[str, Any]) -> list[str]:
-    return ["", f"# {WORDS[name]}", f"[{name}]", *_rows(rows)]
-
-
 def _rows(rows: Mapping[str, Any]) -> list[str]:
-    """One line for each value; unset and empty values are left out, because reading gives their defaults."""
     return [f"{_key(k)} = {value(v)}" for k, v in rows.items() if v is not None and v != "" and v != () and v != {}]
 
 

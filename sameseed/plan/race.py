@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -29,7 +28,6 @@ TURN = 4  # batches of prompts that a setting runs in its turn, after WARM_TOKEN
 WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that must keep a bound
 SETTLED = 1.04  # ratio of the ends of the interval over plain decoding at which the last setting needs no more prompts
-PACE = 6  # settings after which plain decoding runs again, in a race where all run to the end
 Job = tuple[tuple[int, ...], SamplingParams]
 
 
@@ -170,44 +168,6 @@ def first_rung(num_prompts: int, batches: Seq[int]) -> int:
     return min(num_prompts, max(*batches, 4))
 
 
-def _turn(
-    order: Seq[Contestant], batch: int, groups: Seq[Seq[int]], pace: Contestant | None, tell: Callable[[], None]
-) -> None:
-    """Let each contestant run these batches of prompts.
-
-    With many contestants a turn is long, and the machine's speed drifts. Then `pace` runs between them, and each
-    contestant's seconds are rescaled to the average speed of the turn.
-    """
-    marks: list[float] = []
-
-    def run(c: Contestant) -> None:
-        c.warm(batch, groups[0])
-        for members in groups:
-            c.run(batch, members)
-
-    def mark() -> None:
-        assert pace is not None
-        again = anew(pace)
-        run(again)
-        marks.append(sum(again.seconds[batch]))
-
-    paced = pace is not None and len(order) > PACE
-    for i, contestant in enumerate(order):
-        if paced and i % PACE == 0:
-            mark()
-        tell()
-        run(contestant)
-    if paced:
-        mark()
-        usual = sum(marks) / len(marks)
-        for i, c in enumerate(order):
-            at = (i % PACE + 0.5) / min(PACE, len(order) - i // PACE * PACE)  # position between the marks around it
-            around = (1 - at) * marks[i // PACE] + at * marks[i // PACE + 1]
-            if c is pace:  # all are compared with it: its own time becomes the mean of the marks
-                around = sum(c.seconds[batch][-len(groups) :])
-            c.seconds[batch][-len(groups) :] = [s * usual / around for s in c.seconds[batch][-len(groups) :]]
-
-
 def race(
     contestants: Seq[Contestant],
     num_prompts: int,
@@ -233,8 +193,11 @@ def race(
                 if done and not all_run and time.perf_counter() - start > seconds:
                     break  # not before the end of the first rung: all have run on the same prompts until now
                 first = g // TURN % len(alive)  # rotates which contestant begins
-                tell = partial(tick, f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
-                _turn(alive[first:] + alive[:first], batch, groups[g : g + TURN], reference if all_run else None, tell)
+                for c in alive[first:] + alive[:first]:
+                    tick(f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
+                    c.warm(batch, groups[g])
+                    for members in groups[g : g + TURN]:
+                        c.run(batch, members)
         done = upto
         if all_run or done == num_prompts:
             continue

@@ -12,9 +12,10 @@ from typing import Any
 import sameseed
 from sameseed import ops, store
 from sameseed.config import EngineConfig, SpecConfig
+from sameseed.cost.said import is_counted
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
-from sameseed.engine.levels import resolve
+from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.laws.subject import storeless
@@ -25,7 +26,7 @@ from sameseed.plan.acceptance import Replay, sizes_up_to
 from sameseed.plan.replay import SPARE, replay
 from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
 
-SCHEMA = 1  # version of what is stored, and of how it is measured
+SCHEMA = 2  # version of what is stored, and of how it is measured
 
 
 class Replayer:
@@ -57,12 +58,8 @@ class Replayer:
         asked = {"prompts": workload.prompts, "params": asdict(workload.params)}
         asked |= {"stops": workload.stops} if any(workload.stops) else {}
         key = store.digest({**self._key(), **asked})
-        kept = store.read("texts", key)
-        if kept is not None:
-            try:
-                return read_texts(workload, kept, key, read_config(resolve_model(self.model)).vocab_size)
-            except ValueError as error:
-                store.refuse("texts", key, error)
+        if (kept := store.read("texts", key)) is not None:
+            return read_texts(workload, kept, key)
         longest = max(map(len, workload.prompts)) + workload.params.max_tokens
         written = write_texts(self._engine(SpecConfig(), longest), workload, key, tick)
         store.write("texts", key, written.as_arrays())
@@ -76,18 +73,12 @@ class Replayer:
         Raises ConfigError for plain decoding or a size out of range, and what `build_engine` raises.
         """
         sizes, spec = sizes_up_to(num_draft_tokens), _alone(spec)
-        own = spec.drafter is not None or not texts.key  # these have no digest, so they are not stored
+        counted = any(is_counted(level.options) for level in Level.of(spec).every())  # it changes with the outputs
+        own = counted or spec.drafter is not None or not texts.key  # these have no digest, so they are not stored
         key = "" if own else store.digest({**self._key(), "texts": texts.key, "draft": _draft_key(spec)})
         kept = store.read("replays", key) if key else None
-        if kept is not None:
-            try:
-                known = Replay.from_arrays(kept)
-                if known.num_texts != len(texts) or known.num_tokens.tolist() != [len(t.tokens) for t in texts]:
-                    raise ValueError("it is of other texts")
-                if set(sizes) <= set(known.sizes):
-                    return known.only(sizes)
-            except ValueError as error:
-                store.refuse("replays", key, error)
+        if kept is not None and set(sizes) <= set((known := Replay.from_arrays(kept)).sizes):
+            return known.only(sizes)
         engine = self._engine(
             replace(spec, num_draft_tokens=num_draft_tokens, policy="fixed", overlap=0), texts.longest
         )

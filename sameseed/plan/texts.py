@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError, RequestError
+from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.workload import Workload
-from sameseed.request import Request, SamplingParams
-from sameseed.store import Arrays, numbers
+from sameseed.request import SamplingParams
+from sameseed.store import Arrays
 
 Tick = Callable[[int, int], None]  # (number done, total)
 
@@ -71,33 +73,20 @@ def write_texts(engine: Engine, workload: Workload, key: str = "", tick: Tick = 
 
     Raises RequestError for a prompt that does not fit, or where choosing a token failed.
     """
-    jobs = prompts_of(workload)
+    jobs, run, ended = prompts_of(workload), Run(), count(1)
     for prompt, _ in jobs:
         engine.check(prompt)
-    written: dict[int, Text] = {}
-    try:
-        for i, (prompt, params) in enumerate(jobs):
-            seed = params.seed or 0
-            engine.add(Request("texts", prompt, params, seed, i))
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.completion is None:
-                    continue
-                done, (prompt, params) = delta.completion, jobs[delta.index]
-                if done.finish_reason.value == "error":
-                    raise RequestError(f"prompt {delta.index + 1} of the workload could not be answered; leave it out")
-                written[delta.index] = Text(prompt, done.token_ids, params, done.seed)
-                tick(len(written), len(jobs))
-    finally:
-        engine.abort("texts")
-    return Texts(tuple(written[i] for i in range(len(jobs))), key)
-
-
-def read_texts(workload: Workload, arrays: Arrays, key: str, vocab_size: int) -> Texts:
-    """The inverse of `as_arrays`, for the same workload and model. Raises ValueError for arrays of other texts."""
-    jobs = prompts_of(workload)
-    lengths = numbers(arrays.get("lengths"), "lengths", (len(jobs),), 1, 2**31).astype(np.int64)
-    tokens = numbers(arrays.get("tokens"), "tokens", (int(lengths.sum()),), 0, vocab_size - 1).astype(np.int32)
-    pieces: Seq[list[int]] = [piece.tolist() for piece in np.split(tokens, np.cumsum(lengths)[:-1])]
-    texts = (Text(p, tuple(t), params, params.seed or 0) for (p, params), t in zip(jobs, pieces, strict=True))
+    run_batch(engine, jobs, run, lambda: tick(next(ended), len(jobs)))
+    for i, done in enumerate(run.completions, 1):
+        if done.finish_reason.value == "error":
+            raise RequestError(f"prompt {i} of the workload could not be answered; leave it out")
+    pairs = zip(jobs, run.completions, strict=True)
+    texts = (Text(prompt, done.token_ids, params, done.seed) for (prompt, params), done in pairs)
     return Texts(tuple(texts), key)
+
+
+def read_texts(workload: Workload, arrays: Arrays, key: str) -> Texts:
+    """The inverse of `as_arrays`, for the same workload."""
+    pieces = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+    jobs = zip(prompts_of(workload), pieces, strict=True)
+    return Texts(tuple(Text(p, tuple(t.tolist()), params, params.seed or 0) for (p, params), t in jobs), key)

@@ -166,7 +166,7 @@ def affordable(
     found: list[Contestant] = []
     taken, num_tokens = 0.0, first_rung(len(asked.prompts), asked.batches) * tokens
     for c in sorted(runners, key=hope):
-        needed = sum(num_tokens / c.prospect.tokens_per_s[b].value for b in asked.batches)
+        needed = sum(num_tokens / c.prospect.tokens_per_s[b] for b in asked.batches)
         if len(found) < 2 or taken + needed <= left:
             found.append(c)
             taken += needed
@@ -282,7 +282,7 @@ def losers(found: TuneOutcome) -> list[Loser]:
     ran = {c.label for c in found.order}
     for p in found.prospects:
         if p.candidate.label not in ran:
-            share = mean(p.tokens_per_s[b].value / best.prospect.tokens_per_s[b].value for b in found.asked.looked_at)
+            share = mean(p.tokens_per_s[b] / best.prospect.tokens_per_s[b] for b in found.asked.looked_at)
             made.append(Loser({"setting": p.candidate.label}, "dominated", share, note="by prediction; it did not run"))
     return made + found.lost
 
@@ -292,6 +292,7 @@ KNOBS: dict[str, Callable[[Setting], str]] = {
     "kv format": lambda s: s.kv_format,
     "draft": lambda s: s.draft,
     "draft format": lambda s: s.draft_format,
+    "draft vocabulary": lambda s: s.draft_vocabulary,
     "length": lambda s: "goodput" if s.spec.policy == "goodput" else f"k={s.spec.num_draft_tokens}",
     "threads": lambda s: "auto" if s.threads is None else str(s.threads),
 }
@@ -302,7 +303,7 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
     mine, rows = found.best.prospect.candidate, []
     ran = {c.label: ratio(c, found.best, found.asked.looked_at).value for c in found.order}
     predicted = {
-        p.candidate.label: mean(p.tokens_per_s[b].value / found.best.prospect.tokens_per_s[b].value for b in p.rounds)
+        p.candidate.label: mean(p.tokens_per_s[b] / found.best.prospect.tokens_per_s[b] for b in p.rounds)
         for p in found.prospects
     }
     for knob, of in KNOBS.items():
@@ -313,6 +314,6 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
             why = f"{label}: {speed:.2f} of its speed{'' if raced else ', as predicted'}"
         if knob == "format":
             why += "".join(f"; {x.settings['setting']}: {x.note}" for x in found.lost if x.why == "quality")
-        if not (mine.plain and knob in ("draft format", "length")):
+        if not (mine.plain and knob in ("draft format", "draft vocabulary", "length")):
             rows.append((knob, of(mine), why))
     return rows

@@ -37,7 +37,7 @@ def model(name: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory in kB, as Linux counts it")
 @pytest.mark.parametrize("tokens", [1, 800])
-@pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M", "qwen2.5-coder-0.5b"])
+@pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_a_process_takes_what_was_estimated(name: str, tokens: int) -> None:
     """To 5 % and `SLACK`. The interpreter with PyTorch is left out: its size depends on PyTorch's build."""
     path = model(name)

@@ -44,15 +44,6 @@ def test_others_may_not_read_texts(tmp_path: Path, umask: None, monkeypatch: pyt
         assert not path.stat().st_mode & 0o077, path
 
 
-@pytest.mark.parametrize(
-    "found", [None, np.array(["1", "2"]), np.zeros(3), np.zeros((2, 1)), *(np.array([1.0, x]) for x in (-1, 9, np.nan))]
-)
-def test_numbers_that_make_no_sense(found: np.ndarray | None) -> None:
-    assert store.numbers(np.array([0, 2]), "good", (2,), 0, 2).tolist() == [0, 2]
-    with pytest.raises(ValueError, match="bad"):
-        store.numbers(found, "bad", (2,), 0.0, 2.0)
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00v\x00{'descr': '<f8'", b"x" * 99])
 def test_a_damaged_file_is_no_file(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -61,3 +52,17 @@ def test_a_damaged_file_is_no_file(
     store.write("kind", "key", {"a": np.arange(3)})
     (tmp_path / "kind" / "key.npz").write_bytes(content)
     assert store.read("kind", "key") is None and len(caplog.messages) == 1
+
+
+def test_a_file_that_was_changed_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    store.write("kind", "key", {"a": np.arange(3), "b": np.array(["x"])})
+    arrays = store.read("kind", "key")
+    assert arrays is not None and arrays["a"].tolist() == [0, 1, 2] and arrays["b"].tolist() == ["x"]
+    file = tmp_path / "kind" / "key.npz"
+    with np.load(file) as stored:
+        changed = {**stored, "a": np.arange(1, 4)}
+    np.savez(file, **changed)
+    assert store.read("kind", "key") is None and "digest" in caplog.text

@@ -14,7 +14,7 @@ from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.candidates import Prospect
-from sameseed.plan.grid import Interval, Setting, TuneRequest
+from sameseed.plan.grid import Setting, TuneRequest
 from sameseed.plan.race import Contestant
 from sameseed.request import SamplingParams
 from sameseed_lab import regret
@@ -28,7 +28,7 @@ def asked(**given: Any) -> TuneRequest:
 
 def prospect(spec: SpecConfig) -> Prospect:
     value = 1.0 + 0.1 * spec.num_draft_tokens if spec.method != "none" else 1.0
-    speeds = {b: Interval(value, 0.9 * value, 1.1 * value) for b in (1, 4)}
+    speeds = dict.fromkeys((1, 4), value)
     simulated: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
     return Prospect(Setting("auto", "auto", spec), speeds, simulated, 0)
 

@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sameseed.cost.engines import ENGINE_SCHEMA, EngineCosts, EnginePass, read_costs
 from sameseed.cost.round import PAYS
+from sameseed.cost.tables import ENGINE_SCHEMA
 from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
+from sameseed.plan.engines import EngineCosts, EnginePass, read_costs
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import state_of
@@ -157,11 +158,10 @@ def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCos
         raise ConfigError(f"the costs were measured with --drafts {before.draft!r}: give another --cost file")
     passes = tuple(known[at] for at in sorted(known))
     old = EngineCosts("vllm", passes) if before is None else replace(before, passes=passes)
-    most = max((x.k for x in drafted), default=0)
-    if not drafted or most < len(old.survival):
+    if not drafted or (most := max(x.k for x in drafted)) < len(old.survival):
         return old
-    rounds = sum(x.num_rounds for x in drafted if x.k == most)
     longest = [x for x in drafted if x.k == most]
+    rounds = sum(x.num_rounds for x in longest)
     survival = tuple(sum(x.survival[i] * x.num_rounds for x in longest) / rounds for i in range(most))
     return replace(old, draft=draft, survival=survival, rounds=rounds)
 

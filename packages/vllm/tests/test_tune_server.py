@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sameseed.cli import main
-from sameseed.cost.engines import read_costs
 from sameseed.errors import ConfigError
+from sameseed.plan.engines import read_costs
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import Tuned
 from sameseed_vllm.export import export

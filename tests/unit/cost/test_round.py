@@ -12,7 +12,6 @@ from lawkit import random_prompts
 from sameseed import store
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
-from sameseed.cost.engines import EngineCosts, EnginePass, EnginePrompt
 from sameseed.cost.round import PAYS, Gap, ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.cost.running import EngineCost
 from sameseed.engine.build import build_engine
@@ -22,6 +21,7 @@ from sameseed.measure.costs import Cost as Point, Profile
 from sameseed.measure.limits import Limits
 from sameseed.measure.workload import Workload
 from sameseed.plan.acceptance import Replay
+from sameseed.plan.engines import EngineCosts, EnginePass, EnginePrompt
 from sameseed.plan.replayer import Replayer
 from sameseed.request import SamplingParams
 
@@ -49,7 +49,6 @@ def test_what_a_round_brings_by_hand() -> None:
     assert (found.target, found.draft, found.gap) == pytest.approx((2.0, 0.2 + 0.1, 0.2))
     assert found.speedup == pytest.approx(2.0 * 1.1 / 2.5) and found.tokens_per_s == pytest.approx(2 / 2.5)
     assert found.whole(3.0, 4.0, 100) == pytest.approx((3.0 + 110.0) / (4.0 + 125.0))
-    assert found.varied(target=np.log(2.0)).seconds == pytest.approx(4.5)
     none = expected(cost, PlaceRates((0.5,)), 0, 4)
     assert none.speedup == 1.0 and none.seconds == none.plain == pytest.approx(2.5 + 0.1)
 
@@ -90,7 +89,7 @@ def test_costs_of_a_profile_and_of_another_engine() -> None:
     assert (curve.context, curve.per_token, curve.per_row) == pytest.approx((64, 1e-5, 1e-6))
     cost = profile.cost("w4a8")
     assert cost.target(2, 1, 564) == pytest.approx(0.0105 + 500e-6 * 12) and cost.grade == "profiled"
-    assert 0.0 < cost.spread.level < 0.2
+    assert 0.0 < cost.spread < 0.2
     with pytest.raises(ConfigError, match="profiled"):
         profile.cost("w8a8")
     passes = tuple(EnginePass(b, b * n, 10 + b * n * 0.1) for b in (1, 16) for n in (1, 5, 9))

@@ -24,8 +24,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / KIND
 
 
-def policy_that_knows(num_draft_tokens: int = 4) -> GoodputLength:
-    policy = GoodputLength(num_draft_tokens, Curve([(1, 0.1), (8, 0.2)], 64, 1e-6, 1e-7))
+def policy_that_knows() -> GoodputLength:
+    policy = GoodputLength(4, Curve([(1, 0.1), (8, 0.2)], 64, 1e-6, 1e-7))
     assert policy.cost is not None
     for n in range(20):
         policy.cost.draft.learn(n % 4, 2, 100.0, 0.01 + 0.002 * (n % 4))
@@ -41,9 +41,9 @@ def kept(policy: GoodputLength, key: str = "key") -> None:
         table.passed()
 
 
-def begun(key: str = "key", num_draft_tokens: int = 4) -> tuple[GoodputLength, bool]:
+def begun(key: str = "key") -> tuple[GoodputLength, bool]:
     """A policy that took over a table, and whether it was measured anew."""
-    policy, measured = GoodputLength(num_draft_tokens), EngineCost(Curve([(1, 9.0)]))
+    policy, measured = GoodputLength(4), EngineCost(Curve([(1, 9.0)]))
     LearnedTable(policy, key).begin(lambda: measured)
     return policy, policy.cost is measured
 
@@ -54,8 +54,7 @@ def test_a_table_comes_back() -> None:
     after, measured = begun()
     assert before.cost is not None and after.cost is not None and not measured
     for name, array in before.cost.as_arrays().items():
-        if name not in ("plain_gap", "drafted_gap", "ratios"):
-            np.testing.assert_allclose(after.cost.as_arrays()[name], array, err_msg=name)
+        np.testing.assert_allclose(after.cost.as_arrays()[name], array, err_msg=name)
     # What lay between passes in a busy hour could keep later engines from drafting.
     assert not after.cost.gap.seen and not after.cost.ratios
     ours, theirs = after.acceptance.as_arrays(), before.acceptance.as_arrays()
@@ -82,10 +81,8 @@ def test_what_was_measured_is_not_measured_at_the_next_start(cache: Path) -> Non
     assert not measured and policy.cost is not None and policy.cost.target.at(1) == 9.0
 
 
-def test_what_is_broken_or_of_another_shape_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_broken_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept(policy_that_knows())
-    policy, measured = begun(num_draft_tokens=8)
-    assert measured or policy.acceptance.all.was == 0.0, "lengths of another engine"
     (cache / "key.npz").write_bytes(b"no table")
     policy, measured = begun()
     assert measured and "broken" in caplog.text and policy.cost is not None and policy.cost.target.at(1) == 9.0
@@ -113,23 +110,3 @@ def test_a_drafter_without_a_name_keeps_nothing(pair_folders: tuple[Path, Path],
     )
     assert not cache.exists()
     assert SpecConfig().drafter is None and Acceptance(4).as_arrays()["kinds"].sum() == 0.0
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e-30, 1.0, 1e6, 1e17, 1e300, np.inf, np.nan])
-@pytest.mark.parametrize("name", ["target", "contexts", "catch_up", "ratios", "draft", "plain_gap", "kinds", "all"])
-def test_what_makes_no_sense_is_measured_again(cache: Path, name: str, value: float) -> None:
-    """Whatever stands in the file: the policy can decide and learn afterwards, from costs that are possible."""
-    policy = policy_that_knows()
-    kept(policy)
-    file = cache / "key.npz"
-    with np.load(file) as stored:
-        arrays = {k: np.full_like(v, value) if name in (k, "all") else v for k, v in stored.items()}
-    np.savez(file, **arrays)
-    after, _ = begun()
-    assert after.cost is not None
-    for steps in range(40):
-        after.cost.draft.learn(steps % 4, 2, 100.0, 0.01)
-        after.cost.gap.correct(3.0, True, 0.001)
-    prices = after.cost.prices([64, 64], 2, 2, 64.0)
-    assert 0.0 < prices.plain < np.inf and 0.0 < prices.seconds(4.0, 4.0) < np.inf
-    assert all(0.0 <= rate <= 1.0 for rate in (after.acceptance.rates(0)[kind] for kind in range(8)))

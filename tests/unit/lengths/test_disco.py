@@ -8,10 +8,9 @@ import pytest
 
 from sameseed.config import SpecConfig
 from sameseed.engine.llm import LLM
-from sameseed.engine.policies import RequestPolicies, make_policy
-from sameseed.lengths._acceptance import POSITIONS
+from sameseed.engine.policies import make_policy
 from sameseed.lengths.disco import LIKELY, DiscoLength
-from sameseed.request import SamplingParams, Sequence, Speculation
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
@@ -80,19 +79,3 @@ def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Pa
         assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
         if text == draft:
             assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
-
-
-def test_the_engine_asks_it_once_a_draft_is_there(pair_folders: tuple[Path, Path]) -> None:
-    """The policy learns from the draft's own probabilities; beside it, a request may have fixed lengths."""
-    target, draft = map(str, pair_folders)
-    llm = LLM(target, draft=draft, policy="disco")
-    policy = llm.engine.policy
-    assert isinstance(policy, DiscoLength)
-    llm.generate("the sum of", SamplingParams(max_tokens=24))
-    assert policy.acceptance.tells and sum(policy.acceptance.all.tries[POSITIONS:]) > 0.0
-    policies, seq = RequestPolicies(policy), Sequence(7, [1], SamplingParams(), 0)
-    unlikely = Draft.chains([[5] * 5], [[0.01 ** (n + 1) for n in range(5)]])
-    policies.lengths([seq])
-    assert policies.trim(unlikely, [seq], 1).count(0) < 5
-    seq.speculation = Speculation("fixed")
-    assert policies.lengths([seq]) == [4] and policies.trim(unlikely, [seq], 1) is unlikely

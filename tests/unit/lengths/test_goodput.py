@@ -15,7 +15,7 @@ from sameseed.cost.round import PAYS
 from sameseed.cost.running import EngineCost, FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
-from sameseed.lengths._acceptance import HALF_LIFE, PRIOR_RATE, Acceptance, DraftNodes
+from sameseed.lengths._acceptance import HALF_LIFE, Acceptance, DraftNodes
 from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
 from sameseed.lengths._search import hopeless, shared
 from sameseed.lengths.fixed import FixedLength
@@ -148,15 +148,6 @@ def test_drafts_do_not_look_cheaper_beside_prompts(slope: float, pays: bool) -> 
         assert any(policy.lengths(seqs, rows)) is pays, rows
 
 
-def test_a_place_that_is_not_known_is_as_the_one_before() -> None:
-    acceptance = Acceptance(8)
-    for _ in range(60):
-        acceptance.learn(0, 2, DraftNodes(range(-1, 1), None, acceptance.rates(0)), [0, 1])
-    rates = acceptance.rates(1)
-    assert rates[5] == rates[2] == rates[1] > 0.9
-    assert Acceptance(8).rates(0)[5] == PRIOR_RATE
-
-
 @pytest.mark.parametrize(("cost", "step", "count"), [(steep, 0.02, 1), (steep, 0.02, 16), (flat, 0.05, 1)])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_finding_out_costs_a_share_of_the_time(
@@ -268,17 +259,6 @@ def test_fewer_tokens_are_drafted_as_the_batch_grows() -> None:
     assert max(means[2:]) < 0.1
 
 
-def test_a_batch_shares_by_who_is_right() -> None:
-    policy = GoodputLength(8, curve(lambda rows: 0.03 * (1 + 0.15 * (rows - 1))))
-    good, bad = sequences(2)
-    good.metrics.update(4, 4)
-    bad.metrics.update(4, 0)
-    for _ in range(50):
-        policy.update(Round([good, bad], [4, 4], [4, 4], [4, 0], 10, TimeSplit(draft=0.004, target=0.05)))
-    lengths = policy.lengths([good, bad], 2)
-    assert lengths[0] > lengths[1]
-
-
 def test_the_budget_is_kept() -> None:
     policy = GoodputLength(8, curve(flat))
     seqs = sequences(4)
@@ -289,27 +269,6 @@ def test_the_budget_is_kept() -> None:
     assert sum(policy.lengths(seqs, 4, 100)) > 10
     assert sum(policy.lengths(seqs, 4, 5)) == 5
     assert policy.lengths(seqs, 4, 0) == [0] * 4
-
-
-def test_costs_are_learned_where_none_were_measured() -> None:
-    policy = GoodputLength(8)
-    world, seqs = World(policy, steep, step=0.02), sequences(1)
-    for _ in range(300):
-        world.round(seqs, 0.5)
-    assert world.last(100) < 0.3
-
-
-def test_costs_are_learned_beside_a_sequence_that_has_no_guess_yet() -> None:
-    policy, seqs = GoodputLength(4, curve(flat)), sequences(2)
-    for _ in range(3):
-        policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
-        seqs[0].metrics.update(4, 2)
-        seqs[1].metrics.update(0, 0)
-    assert policy.cost is not None
-    assert policy.cost.draft.seen == 2, "all rounds but the first, in which a drafter reads the prompts"
-    policy.release(seqs[0])
-    policy.update(Round(seqs, [4, 4], [4, 0], [2, 0], 6, TimeSplit(draft=0.004, target=flat(6))))
-    assert policy.cost.draft.seen == 2
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 12, 40, 100])
@@ -350,18 +309,6 @@ def test_a_wish_for_goodput_learns_beside_the_engines_policy() -> None:
         seq.metrics.update(asked[0], 0)
     assert sum(sum(policies.lengths([seq], 1)) for _ in range(10)) <= 2
     policies.release(seq)
-
-
-def test_a_wish_for_history_has_a_length_of_its_own() -> None:
-    policies = RequestPolicies(FixedLength(4))
-    mine, other = sequences(2)
-    mine.speculation = Speculation("history", 6)
-    asked = policies.lengths([mine, other], 2)
-    assert asked == [4, 4]
-    policies.update(Round([mine, other], asked, asked, asked, 10, TimeSplit()))  # all tokens of both drafts were right
-    assert policies.lengths([mine, other], 2) == [6, 4]
-    policies.update(Round([mine], [6], [6], [0], 7, TimeSplit()))
-    assert policies.lengths([mine], 1) == [5]
 
 
 def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
@@ -413,13 +360,6 @@ def test_a_trial_goes_on_while_all_of_its_drafts_are_right() -> None:
     assert budget.trying is None and budget.tried == seq.seq_id
 
 
-def test_a_trial_ends_once_drafting_pays() -> None:
-    budget, (seq, other) = Budget(), sequences(2)
-    budget.passed()
-    assert budget.next([seq, other], 1.0) is seq
-    assert budget.next([other], 1.0) is None and budget.trying is None
-
-
 def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:
     """After rounds without drafts, a new kind of text is recognized in a few drafts, whatever was learned before."""
 
@@ -465,17 +405,6 @@ def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> No
         assert a == pytest.approx(b, rel=0.1) and there == pytest.approx(whole_there)
 
 
-def test_the_time_of_a_decision_is_no_part_of_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, (seq,) = GoodputLength(4, Curve([(1, 0.01), (8, 0.01)])), sequences(1)
-    clock = itertools.count()
-    monkeypatch.setattr("sameseed.lengths.goodput.time.perf_counter", lambda: float(next(clock)))  # one second per call
-    for _ in range(8):
-        policy._held = None
-        asked = policy.lengths([seq], 1)
-        policy.update(Round([seq], asked, asked, [0], 1 + sum(asked), TimeSplit(target=0.01, schedule=1.001)))
-    assert policy.cost is not None and policy.cost.gap.at(1, False) < 0.01
-
-
 def test_bad_wishes() -> None:
     for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
         with pytest.raises(RequestError, match="speculation"):
@@ -496,20 +425,3 @@ def test_in_an_engine(pair: Pair) -> None:
         done += [d.completion for d in engine.step() if d.completion]
     spec = done[0].metrics.spec
     assert (spec.num_draft_tokens, spec.undrafted) == (0, {"prompt": 1, "off": 39})
-
-
-def test_a_catching_up_that_nobody_saw_the_end_of_tells_nothing():
-    """A head reads a prompt one round late: if no draft is asked for then, the catch-up cost learns nothing."""
-    policy, seqs = GoodputLength(4), [Sequence(b, [1] * 100, SamplingParams(), 0) for b in range(2)]
-    policy.cost = EngineCost(Curve([(1, 0.01), (8, 0.011)]), catch_up=1e-3)
-    at_once = Sequence(2, [1] * 100, SamplingParams(), 0)
-    at_once.token_ids += [1] * 20  # its prompt was read long ago
-
-    def update(seq: Sequence, asked: int, draft: float) -> None:
-        policy.update(Round([seq], [asked], [0], [0], 1, TimeSplit(draft=draft, target=0.01)))
-
-    update(seqs[0], 4, 1e-4)  # the round of its prompt, of which a head knows nothing yet
-    assert policy.cost.catch_up == 1e-3, "it waits for the round in which the prompt is read"
-    update(seqs[0], 0, 0.0)
-    update(at_once, 4, 0.12)
-    assert policy.cost.catch_up == pytest.approx(1e-3, rel=0.01)

@@ -16,25 +16,6 @@ from sameseed.spec.drafter import LengthPolicy, Round
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 
 
-def test_fixed() -> None:
-    policy = FixedLength(5)
-    assert policy.lengths(SEQS) == [5, 5, 5]
-    assert not policy.uses_confidence
-    assert policy.least_probability == 0.0
-
-
-def test_confidence_ends_with_the_first_unsure_token() -> None:
-    policy = ConfidenceLength(8, threshold=0.2)
-    assert policy.uses_confidence
-    taken = []
-    for sure in (0.9, 0.5, 0.1, 0.9):
-        taken.append(sure)
-        if sure < policy.least_probability:
-            break
-    assert taken == [0.9, 0.5, 0.1]
-    assert policy.least_probability <= 0.2, "below, not at"
-
-
 @pytest.mark.parametrize(
     ("spec", "policy"),
     [

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence as Seq
-from typing import Any
 
-import numpy as np
 import pytest
 from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.running import DraftCost, EngineCost
+from sameseed.cost.running import EngineCost
 from sameseed.engine.engine import Engine
 from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
 from sameseed.lengths.goodput import GoodputLength
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
@@ -148,14 +145,6 @@ def test_probabilities_are_calibrated() -> None:
     )
 
 
-def test_unknown_probabilities_count_by_place() -> None:
-    estimates = Acceptance(3)
-    for _ in range(200):
-        estimates.learn(0, 3, DraftNodes([-1, 0, 1], [float("nan")] * 3, estimates.rates(0)), [0])
-    likely = DraftNodes([-1, 0, 1], None, estimates.rates(0)).likely
-    assert likely[0] > 0.9 and likely[1] < 0.15
-
-
 def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
     seqs = sequences(1)
     policy = settled(GoodputLength(8, Curve(list(zip(FLAT.rows, FLAT.seconds)))), seqs, step=0.004)  # type: ignore[arg-type]
@@ -208,16 +197,6 @@ def test_fewer_rows_pay_where_each_has_to_read_a_long_context() -> None:
         policy.lengths(seqs, 1)
         kept.append(len(policy.trim(drafted([random_tree(random.Random(4), 24)]), seqs, 1).tokens))
     assert kept[0] > kept[1]
-
-
-def test_a_step_costs_more_after_more() -> None:
-    cost = DraftCost()
-    for i in range(400):
-        context = (100, 4000)[i % 2]
-        cost.learn(4, 1, context, 4 * (0.001 + 0.002 * context / 1024))
-    for context, within in ((4000, 0.1), (100, 0.4)):
-        start, step = cost.terms(1, context)
-        assert start + 4 * step == pytest.approx(4 * (0.001 + 0.002 * context / 1024), rel=within)
 
 
 # --- in an engine ---
@@ -286,36 +265,6 @@ def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None
     assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_broad_trees_near_the_end_of_a_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree is limited to 64 nodes and the free rows, its depth to the tokens that may still be written."""
-    prompts, forward = random_prompts(4, seed=4), ModelRunner.forward
-    for limits in ({"max_len": 60}, {}):
-        params = SamplingParams(max_tokens=9 if not limits else 60, seed=2, ignore_eos=True)
-        plain = texts(run(make_engine(pair, **limits), prompts, params))
-        engine = tree_engine(pair, prompts, plain, **limits)
-        seen: list[tuple[int, int]] = []
-
-        def spy(
-            self: ModelRunner,
-            seqs: Seq[Sequence],
-            draft: Draft,
-            pending: Seq[int],
-            *more: Any,
-            seen: list[tuple[int, int]] = seen,
-        ) -> object:
-            for b, seq in enumerate(seqs):
-                depths = DraftNodes(draft.nodes(b)[1], None, Acceptance(1).rates(0)).depths
-                seen.append((draft.count(b), seq.draft_depth))
-                assert max(depths, default=-1) < seq.draft_depth or not depths
-                assert len(seq) + max(depths, default=-1) + 1 < seq.max_len + 1
-            return forward(self, seqs, draft, pending, *more)
-
-        monkeypatch.setattr(ModelRunner, "forward", spy)
-        assert texts(run(engine, prompts, params)) == plain
-        monkeypatch.undo()
-        assert any(count > depth > 0 for count, depth in seen), "a tree of more nodes than tokens are left"
-
-
 def test_who_wished_for_a_length_keeps_every_node() -> None:
     seqs = sequences(2)
     policy = settled(GoodputLength(12, Curve(list(zip(STEEP.rows, STEEP.seconds)))), seqs)  # type: ignore[arg-type]
@@ -354,15 +303,3 @@ def test_reasons(pair: Pair) -> None:
     while engine.has_work:
         done += [d.completion for d in engine.step() if d.completion]
     assert done[0].metrics.spec.undrafted == {"prompt": 1, "no draft": 1, "last token": 1}
-
-
-def test_kept_and_shallow() -> None:
-    draft = Draft.trees([([5, 6, 7, 8], [-1, 0, -1, 1]), ([], []), ([9], [-1])], [[0.9, 0.5, 0.1, 0.4], [], [0.3]])
-    some = draft.kept([[0, 2], None, None])
-    assert (some.nodes(0), some.nodes(2)) == (([5, 7], [-1, -1]), ([9], [-1]))
-    assert some.confidence is not None
-    assert some.confidence.tolist() == pytest.approx([0.9, 0.1, 0.3])
-    assert draft.shallow([3, 0, 1]) is draft
-    flat = draft.shallow([1, 0, 0])
-    assert (flat.nodes(0), flat.count(2)) == (([5, 7], [-1, -1]), 0)
-    assert np.array_equal(draft.shallow([2, 0, 1]).tokens, [5, 6, 7, 9])

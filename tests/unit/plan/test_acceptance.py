@@ -168,23 +168,6 @@ def test_texts_are_written_once_and_drafts_replayed_once(
     assert len(list(cache.rglob("*"))) == 4, "two files in two folders: nothing half written is left"
 
 
-def test_a_replay_of_other_texts_is_refused(
-    pair_folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replayer, workload = Replayer(str(pair_folders[0])), workload_of({})
-    texts = replayer.texts(workload)
-    found = replayer.replay(SpecConfig("ngram"), texts, 4)
-    wrong = found.only((1, 2))
-    arrays = {**wrong.as_arrays(), "accepted": wrong.accepted + 9}
-    for broken in (arrays, {"accepted": wrong.accepted}, {**wrong.as_arrays(), "offsets": wrong.offsets[:-1]}):
-        monkeypatch.setattr(store, "read", lambda kind, key, broken=broken: broken)
-        caplog.clear()
-        assert np.array_equal(replayer.replay(SpecConfig("ngram"), texts, 4).accepted, found.accepted)
-        assert "it is measured again" in caplog.text
-    monkeypatch.setattr(store, "read", lambda kind, key: {"lengths": np.array([1]), "tokens": np.array([1])})
-    assert replayer.texts(workload) == texts
-
-
 def test_a_folder_that_cannot_be_written_costs_time_only(
     pair_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

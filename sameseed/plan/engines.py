@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from sameseed import fields
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import CostSpread, Gap, RoundCost
+from sameseed.cost.round import Gap, RoundCost
+from sameseed.cost.tables import ENGINE_SCHEMA, P10_TO_P90, read_table
 from sameseed.errors import ConfigError
 
-ENGINE_SCHEMA = "sameseed.engine-costs/1"
-P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between its p10 and p90
 UNSTATED = 0.1  # spread of an engine's times that have no p10 and p90
 
 
@@ -79,22 +75,13 @@ class EngineCosts:
         """Numbers of sequences that were measured, in ascending order."""
         return tuple(sorted({p.batch for p in self.passes}))
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], where: str) -> EngineCosts:
-        """The costs from plain data, as JSON gives it. Raises ConfigError that names the key."""
-        return fields.parse(cls, {k: v for k, v in data.items() if k != "schema"}, where)
-
     def cost(self) -> RoundCost:
         """The costs of rounds, without those of a draft."""
         own = [abs(math.log(p.p90 / p.p10)) / P10_TO_P90 for p in self.passes if p.p10 and p.p90]
         level = median(own) if own else UNSTATED
         prompts = Curve(sorted((p.tokens, p.ms / 1e3) for p in self.prompts)).at if self.prompts else None
         gap = Gap(self.gap_ms / 1e3, self.gap_ms / 1e3)
-        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", CostSpread(level, level, UNSTATED))
-
-    def steps(self) -> Curve:
-        """Seconds of a drafter's step by sequences."""
-        return Curve(sorted((p.batch, p.ms / 1e3) for p in self.draft_ms))
+        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", level)
 
 
 class EnginePasses:
@@ -111,19 +98,6 @@ class EnginePasses:
         return Curve([(b, curve.at(b * rows / batch)) for b, curve in self.curves.items()]).at(batch)
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of costs. Raises ConfigError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read costs from {path} ({error}); write them: sameseed profile --json FILE"
-        ) from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no JSON object; write it with sameseed profile --json FILE")
-    return data
-
-
 def read_costs(path: Path, engine: str) -> EngineCosts:
     """Costs of another engine from a file. Raises ConfigError."""
     data = read_table(path)
@@ -132,7 +106,7 @@ def read_costs(path: Path, engine: str) -> EngineCosts:
             f"{path} has schema {data.get('schema')!r}; costs of {engine} have {ENGINE_SCHEMA!r}: see "
             "docs/guides/plan.md"
         )
-    costs = EngineCosts.from_dict(data, str(path))
+    costs = fields.parse(EngineCosts, {k: v for k, v in data.items() if k != "schema"}, str(path))
     if costs.engine != engine:
         raise ConfigError(f"{path} holds the costs of {costs.engine}, not of {engine}: give --engine {costs.engine}")
     return costs

@@ -1,0 +1,76 @@
+"""Counts what a target says, and how much of a draft model's vocabulary that asks for (`--draft-vocabulary auto`).
+
+A token without a row in the draft's LM head is never drafted; the target still says it. So fewer rows cost less to read
+and lose some of the accepted tokens: as with formats, the cheapest that pays is taken (FR-Spec: Zhao et al., 2025).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sameseed import store
+from sameseed.cost.draft_format import RIGHT, speed
+from sameseed.models.decoder import Decoder
+from sameseed.models.runner import ModelRunner
+
+log = logging.getLogger("sameseed")
+KIND = "said"
+FEW = 256  # tokens after which counts are written, and then after a sixteenth more: little is lost with a process
+
+
+class SaidTokens:
+    """How often a target said each token, in this process and before: kept by the digest of its weights."""
+
+    def __init__(self, target: Path) -> None:
+        self._key = store.weights_key(target)
+        known, self._unwritten = store.read(KIND, self._key), 0
+        self.counts = Counter(dict(zip(*known["counts"].tolist(), strict=True)) if known else {})
+
+    def add(self, token_ids: Seq[int]) -> None:
+        """Count an output."""
+        self.counts.update(token_ids)
+        self._unwritten += len(token_ids)
+        if self._unwritten >= max(FEW, self.counts.total() / 16):
+            self._unwritten = 0
+            store.write(KIND, self._key, {"counts": np.array([[*self.counts], [*self.counts.values()]])})
+
+    def vocabulary(self, draft: Decoder, target: Decoder) -> str:
+        """The drafter's option `vocabulary`: a JSON list of the tokens whose rows pay, or "" for all."""
+        total, once = self.counts.total(), sum(n == 1 for n in self.counts.values())
+        ranked, size = self.counts.most_common(), draft.config.vocab_size
+        row, whole, every = draft.weights.lm_head.nbytes / size, _read(draft), _read(target)
+        found, best, share = 0, speed(whole, every, RIGHT), 1.0
+        for n in (1 << i for i in range(6, len(ranked).bit_length())):
+            known = sum(count for _, count in ranked[:n]) / total * (1.0 - once / total)  # Good and Turing: what is new
+            if (fast := speed(whole - (size - n) * row, every, RIGHT * known)) > best:
+                found, best, share = n, fast, known
+        say = "draft vocabulary: %d of %d tokens, %.1f %% of what the target says (%d tokens counted)"
+        log.info(say, found or size, size, 100 * share, total)
+        return json.dumps(sorted(token for token, _ in ranked[:found])) if found else ""
+
+
+def _read(model: Decoder) -> float:
+    """Bytes of weights that a pass reads: all but those of an embedding that is not the LM head too."""
+    w = model.weights
+    return sum(m.nbytes for m in w.matrices) - (0 if w.lm_head is w.embedding else w.embedding.nbytes)
+
+
+def is_counted(options: object) -> bool:
+    """Whether a drafter's options ask for the tokens that the target says."""
+    return getattr(options, "vocabulary", "") == "auto"
+
+
+def settled(options: Any, said: SaidTokens | None, draft: ModelRunner | None, target: ModelRunner) -> Any:
+    """A drafter's options, with the vocabulary that was counted if they ask for it; without counts all tokens."""
+    if not is_counted(options):
+        return options
+    found = said.vocabulary(draft.model, target.model) if said is not None and draft is not None else ""
+    return replace(options, vocabulary=found)
