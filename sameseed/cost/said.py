@@ -23,7 +23,7 @@ from sameseed.models.runner import ModelRunner
 
 log = logging.getLogger("sameseed")
 KIND = "said"
-FEW = 256  # tokens after which counts are written, and then after a sixteenth more: little is lost with a process
+OFTEN = 64  # counts are written once they have grown by one part in so many: no more is lost with a process
 
 
 class SaidTokens:
@@ -38,7 +38,7 @@ class SaidTokens:
         """Count an output."""
         self.counts.update(token_ids)
         self._unwritten += len(token_ids)
-        if self._unwritten >= max(FEW, self.counts.total() / 16):
+        if self._unwritten * OFTEN >= self.counts.total():
             self._unwritten = 0
             store.write(KIND, self._key, {"counts": np.array([[*self.counts], [*self.counts.values()]])})
 

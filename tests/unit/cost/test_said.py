@@ -9,7 +9,7 @@ import pytest
 from lawkit import Pair
 
 from sameseed import store
-from sameseed.cost.said import FEW, SaidTokens
+from sameseed.cost.said import SaidTokens
 from sameseed.engine.llm import LLM
 from sameseed.request import SamplingParams
 
@@ -33,7 +33,7 @@ def test_rows_that_the_target_never_needs_are_cut(pair: Pair, pair_folders: tupl
 
 def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders: tuple[Path, Path]) -> None:
     target, draft = map(str, pair_folders)
-    params = SamplingParams(max_tokens=FEW // 2 + 1, ignore_eos=True)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
     found = []
     for options in ({}, {"vocabulary": "auto"}, {"vocabulary": "auto"}):
         with LLM(target, draft, policy="fixed", draft_options=options, max_num_seqs=2) as llm:
