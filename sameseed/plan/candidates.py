@@ -210,11 +210,14 @@ class TargetBench:
             found.append(prospect)
         return found
 
-    def table(self, setting: Setting) -> tuple[tuple[int, int, int], ...]:
-        """The best lengths of a draft by number of sequences, as (first, last, length)."""
+    def lengths(self, setting: Setting) -> tuple[tuple[int, int], ...]:
+        """The setting's own length, or those that goodput would choose, as (first batch, length) rows."""
+        if setting.spec.policy != "goodput":
+            return () if setting.plain else ((1, setting.spec.num_draft_tokens),)
         replay, cost = self.replays[setting.way], self.costs[setting.way, setting.threads]
         sizes = [s for s in replay.sizes if s <= setting.spec.num_draft_tokens]
-        return lengths_by_batch(cost, replay, sizes, max(self.asked.batches), self.context)
+        rows = lengths_by_batch(cost, replay, sizes, max(self.asked.batches), self.context)
+        return tuple((first, k) for first, _, k in rows)
 
 
 def no_time(setting: str, asked: TuneRequest) -> Loser:

@@ -55,7 +55,7 @@ class TuneOutcome:
     seconds: float
     quality: quality.Ratios = field(default_factory=dict)
     missed: str | None = None
-    tables: Mapping[str, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)  # lengths of goodput, by label
+    by_batch: tuple[tuple[int, int], ...] = ()  # (first batch, length) rows of the chosen draft
 
     @property
     def best(self) -> Contestant:
@@ -120,9 +120,9 @@ def tune(
     replays = {name: found for target in targets for name, found in target.replays.items()}
     seconds = time.perf_counter() - start
     every, missed = [p for _, p in prospects], Aim.of(asked).missed(order[0])
-    tables = {p.candidate.label: t.table(p.candidate) for t, p in prospects if p.candidate.spec.policy == "goodput"}
+    lengths = next(target.lengths(p.candidate) for target, p in prospects if p is order[0].prospect)
     differing = _differing(runners)
-    return TuneOutcome(asked, order, plain, every, replays, lost, differing, seconds, known, missed, tables)
+    return TuneOutcome(asked, order, plain, every, replays, lost, differing, seconds, known, missed, lengths)
 
 
 def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: list[Loser]) -> TuneRequest:
@@ -222,7 +222,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
             policy=spec.policy if drafting else None,
             max_num_seqs=max(batches),
             threads=setting.threads,
-            by_batch=_by_batch(found) if drafting else (),
+            by_batch=found.by_batch,
         ),
         scope=_scope(found),
         predicted=predicted,
@@ -254,14 +254,6 @@ def _scope(found: TuneOutcome) -> Scope:
         tuple(sorted(asked.batches)),
         max(prompts) + max(tokens),
     )
-
-
-def _by_batch(found: TuneOutcome) -> tuple[tuple[int, int], ...]:
-    """(first batch, length) rows of the chosen draft: its own length, or those that goodput would choose."""
-    setting = found.best.prospect.candidate
-    if setting.spec.policy != "goodput":
-        return ((1, setting.spec.num_draft_tokens),)
-    return tuple((first, k) for first, _, k in found.tables[setting.label])
 
 
 def _rates(replay: Replay, num_draft_tokens: int) -> AcceptRates:
