@@ -6,6 +6,7 @@ import pytest
 
 from sameseed.cost.draft_format import FEW, cheaper, chosen_scheme, read_bytes
 from sameseed.engine.build import models_of
+from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.plan.paper import sheet
@@ -26,8 +27,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_8_bits_become_4_beside_a_target_of_its_size(stored: Path) -> None:
     assert chosen_scheme(stored, TARGET, TARGET_FORMAT) == FEW
-    spec = make_config(str(stored)).spec
-    assert [m.quant for m in models_of(spec, TARGET, TARGET_FORMAT)] == [FEW]
+    level = resolve(make_config(str(stored)).spec)
+    assert [m.quant for m in models_of(level, TARGET, TARGET_FORMAT)] == [FEW]
     assert sheet(str(stored), target=sheet("embedded-target", "w8a8")).name == str(FEW)
 
 
@@ -42,5 +43,5 @@ def test_beside_a_far_larger_target_only_acceptance_counts(stored: Path) -> None
 
 def test_only_on_a_cpu_and_only_where_no_format_is_named(stored: Path) -> None:
     assert chosen_scheme(stored, TARGET, TARGET_FORMAT, "cuda") == AUTO
-    spec = make_config(str(stored), draft_format="w8a8").spec
-    assert [str(m.quant) for m in models_of(spec, TARGET, TARGET_FORMAT)] == ["w8a8"]
+    level = resolve(make_config(str(stored), draft_format="w8a8").spec)
+    assert [str(m.quant) for m in models_of(level, TARGET, TARGET_FORMAT)] == ["w8a8"]
