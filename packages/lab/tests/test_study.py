@@ -146,13 +146,11 @@ def test_a_target_of_70b_by_its_layers(
     assert deep["shape"]["num_layers"] == 9 and deep["measured_layers"] == [2, 6] and deep["draft"]["costs"]
     assert "Left out" not in (tmp_path / "formats.html").read_text()
     model = {"accepted_per_pos": [80, 60, 45], "mean_acceptance_length": 2.85}  # of 100 drafts
-    plan = _depth.hierarchy(deep, model, 2.0)
-    assert [plan.tokens[k] for k in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.85])
-    assert plan.tokens[4] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
-    assert plan.alone_ms == 2.0 * plan.token_ms
-    assert plan.gain(2) == pytest.approx(2.4 / (plan.checks[2] + 2 * plan.token_ms / plan.plain_ms))
-    assert plan.gain(plan.best) == max(plan.gain(k) for k in plan.checks)
-    assert len(plan.table().rows) == _depth.LONGEST and "8B model that has a head" in plan.finding()
+    rows = {row["k"]: row for row in _depth.depth_rows(deep, model, 2.0)}
+    assert [rows[k]["tokens"] for k in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.85])
+    assert rows[4]["tokens"] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
+    assert rows[2]["alone_share"] == 2.0 * rows[2]["head_share"] and len(rows) == _depth.LONGEST
+    assert rows[2]["head_gain"] == pytest.approx(2.4 / (rows[2]["check"] + rows[2]["head_share"]))
 
 
 def test_settings_decide_what_is_there(tmp_path: Path) -> None:

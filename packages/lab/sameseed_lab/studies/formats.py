@@ -5,11 +5,12 @@ After SpecMQuant (Zhang et al., 2025, arXiv 2505.22179): Llama-3-8B and 70B, EAG
 
 from __future__ import annotations
 
+from sameseed import registry
 from sameseed.report.schemas import PROFILE_SCHEMA
 from sameseed_lab.studies._bench import BenchCell, SpecSetting, bench_rows, beside
-from sameseed_lab.studies._depth import FORM, DepthCell, Hierarchy, hierarchy
+from sameseed_lab.studies._depth import FORM, LAYERS, DepthCell, depth_rows
 from sameseed_lab.studies._setup import StudySetup
-from sameseed_lab.studies._study import Cell, Plot, Record, Records, Row, Study, Table, matching, only
+from sameseed_lab.studies._study import Cell, Records, Row, Study, matching, only
 
 FORMATS = ("bf16", "w8a8", "w4a16-g128", "w4a8-channel", "w4a8-g128", "w4a8-qoq")
 TREE, SMALL_TREE, CHAIN, MODEL, SELF = "head tree 60", "head tree 24", "head chain 4", "draft model 4", "own 4 bits 4"
@@ -22,16 +23,17 @@ def cells(setup: StudySetup) -> list[Cell]:
 
     At size "true" heads alone beside bf16, as nothing more fits in 24 GiB; and also the costs of a 70B target.
     """
-    wide = (("depth", 6), ("top_k", 10))
+    wide, draft = (("depth", 6), ("top_k", 10)), setup.source("1b")
+    drafter = draft in registry.names("drafters")  # no model
     every = (
         SpecSetting("{head}", (60,), "bf16", None, wide, TREE),
         SpecSetting("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
         SpecSetting("{head}", (4,), "bf16", None, (("depth", 4), ("top_k", 1)), CHAIN),
-        SpecSetting("{1b}", (4,), "bf16", None, (), MODEL),
+        SpecSetting("{1b}", (4,), "bf16", None, (), f"{draft} 4" if drafter else MODEL),
         SpecSetting("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
     )
     ways = tuple(way for way in every if all(role in setup.names for role in way.roles))
-    if setup.names["1b"] == "ngram":  # the cascade would be n-grams over n-grams
+    if drafter:
         ways = tuple(way for way in ways if way.name != CASCADE)
     own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
     some = {"w8a8": (*ways, own), "bf16": ways[:3] if setup.size == "true" else (*ways, own)}
@@ -49,16 +51,11 @@ def derive(records: Records) -> list[Row]:
         row["way"] = row["way"] or "plain"
         if row["drafted"]:
             row["by_costs"] = row["tau"] / max(1e-9, row["verify_cost"] + row["draft_cost"])
-    plan = _hierarchy(rows, deep[-1]) if deep else None
-    if plan is not None:
-        rows.append({"cell": DepthCell().name, "hierarchy": plan, "deep_gain": plan.gain(plan.best)})
-    return rows
-
-
-def _hierarchy(rows: list[Row], deep: Record) -> Hierarchy | None:
     model = only(rows, way=MODEL, format=FORM)
     gains = [row["speedup"] for way in HEADS for row in matching(rows, {"way": way, "format": FORM})]
-    return None if model is None or not gains else hierarchy(deep, model, max(gains))
+    if deep and model is not None and gains:
+        rows += depth_rows(deep[-1], model, max(gains))
+    return rows
 
 
 def findings(rows: list[Row]) -> list[str]:
@@ -74,12 +71,13 @@ def findings(rows: list[Row]) -> list[str]:
     for form in dict.fromkeys(row["format"] for row in drafted):
         top = max(matching(drafted, {"format": form}), key=lambda r: float(r["speedup"]))
         said.append(f"{form}: best is {top['way']}, {top['speedup']:.2f} times.")
-    return said + [row["hierarchy"].finding() for row in rows if "hierarchy" in row]
+    for row in matching(rows, {"cell": DepthCell.name, "best": True}):
+        said.append(
+            f"A 70B target in {FORM}, by costs ({LAYERS[0]} and {LAYERS[1]} of its layers measured, acceptance of the "
+            f"draft model above): {row['plain_ms']:.0f} ms a token; with drafts of {row['k']} by an 8B model that has "
+            f"a head, {row['head_gain']:.2f} times plain decoding, without the head {row['alone_gain']:.2f} times."
+        )
+    return said
 
 
-def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
-    """The table of a 70B target by costs."""
-    return [], [row["hierarchy"].table() for row in rows if "hierarchy" in row]
-
-
-STUDY = Study.read("formats", cells, derive, findings, more)
+STUDY = Study.read("formats", cells, derive, findings)
