@@ -58,7 +58,7 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
 
     `deep`: the record of a DepthCell. `model`: a draft model's record, for the acceptance. `gain`: of MIDDLE's head.
     Beyond the drafts of `model`, the share of accepted drafts falls as in the mean over its places. `check`: c(k + 1)
-    of LARGE. `head_gain`, `alone_gain`: over plain decoding of LARGE, with MIDDLE's head and without. `best`: most gain.
+    of LARGE. `head_gain`, `alone_gain`: over plain decoding of LARGE, with MIDDLE's head and without. `best`: the most.
     """
     costs = Profile.from_dict(deep)
     assert costs.draft is not None
