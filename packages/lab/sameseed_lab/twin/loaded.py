@@ -36,14 +36,14 @@ def load_twins(
     Raises ConfigError if memory is short, with the bytes needed and free, and what `make_twin` raises.
     """
     backend, quant = ops.resolve(config.backend, config.device), QuantScheme.parse(config.format)
-    with open_twin(shape, of, name) as target, open_head_twin(shape, head, of, name) as guess:
-        big, layer = target.layout.config, guess.layout.config
+    with open_twin(shape, of, name) as target, open_head_twin(shape, head, of, name) as drafts:
+        big, layer = target.layout.config, drafts.layout.config
         max_len = config.max_model_len or big.max_model_len
-        demands = [demand_of(big, target, quant, config), demand_of(layer, guess, quant, config, guess.shapes)]
+        demands = [demand_of(big, target, quant, config), demand_of(layer, drafts, quant, config, drafts.shapes)]
         num_blocks = plan_blocks(config, max_len, demands)
         model = Llama(big, read_weights(big, target, quant, backend, config.device, progress), backend, max_len)
-        reader = WeightReader(layer, guess, quant, backend, config.device, progress, guess.shapes)
-        made = _head(guess.head, reader, model, backend)
+        reader = WeightReader(layer, drafts, quant, backend, config.device, progress, drafts.shapes)
+        made = _head(drafts.head, reader, model, backend)
     spec = resolve(config.spec).spec
     return Loaded(replace(config, spec=spec), load_tokenizer(resolve_model(of)), num_blocks, model, (made,))
 
