@@ -8,7 +8,7 @@ import pytest
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.bench_report import speculation
-from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, spec_as_dict
+from sameseed.measure.workload import Arm, Workload, arms, read_prompts, spec_as_dict
 from sameseed.request import SamplingParams
 
 
@@ -27,12 +27,6 @@ def test_a_limit_takes_prompts_from_all_over_the_file(tmp_path: Path) -> None:
     assert len(read_prompts(file, 99)) == 10
     with pytest.raises(ConfigError, match="at least 1"):
         read_prompts(file, 0)
-
-
-@pytest.mark.skipif(not DEFAULT_PROMPTS.exists(), reason="the packaged prompts are not in this checkout")
-def test_the_packaged_prompts_are_sound() -> None:
-    prompts = read_prompts(DEFAULT_PROMPTS)
-    assert len({p.id for p in prompts}) == len(prompts) >= 16
 
 
 def test_batches_give_each_prompt_its_own_seed() -> None:

@@ -187,15 +187,6 @@ async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog: p
     assert [s.label for s in bench.settings.shapes] == ["10-2", "59-4"] and "scaled by 0.098" in caplog.text
 
 
-async def test_what_the_server_knew_before_and_bursts_are_said() -> None:
-    _, records = await measure(Fake(num_cached=8), SETTINGS, arms())
-    assert all("knew parts of prompts" in " ".join(r["remarks"]) for r in records)
-    assert all("this is a burst" in " ".join(r["remarks"]) for r in records), "3 requests of 2 clients"
-    _, records = await measure(Fake(), replace(SETTINGS, num_requests=4), arms())
-    said = " ".join(r for record in records for r in record["remarks"])  # perhaps remarks on a busy load generator
-    assert "burst" not in said and "knew" not in said and "alike" not in said
-
-
 async def test_a_server_that_tells_less() -> None:
     fake = Fake(reads_speculation=False, tokenizes=False, tells_usage=False)
     bench, records = await measure(fake, replace(SETTINGS, strict=True), [Endpoint("server", "http://fake")])
@@ -277,17 +268,6 @@ async def test_a_run_ends_with_its_time() -> None:
     assert not any("--max-seconds" in remark for remark in records[0]["remarks"])
     with pytest.raises(ConfigError, match="--max-seconds must be above 0"):
         replace(SETTINGS, max_seconds=0.0)
-
-
-async def test_the_time_that_ended_one_arm_is_said_of_both() -> None:
-    async with httpx.AsyncClient(transport=httpx.MockTransport(Fake())) as client:
-        bench = LoadBench(client, arms(), SETTINGS)
-        await bench.prepare()
-        cell = SETTINGS.shapes[0], SETTINGS.levels[0]
-        runs = await bench.measure(*cell, tick)
-    runs["off"][0].summary["num_requests"] = 2
-    for made in make_records(bench, *cell, runs, "r"):
-        assert any("after 2 of 3 requests" in remark for remark in made["remarks"]), made["config"]["label"]
 
 
 async def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sameseed.measure.load.outcome import RequestOutcome, read
+from sameseed.measure.load.outcome import read
 from sameseed.measure.load.wire import Exchange
 
 
@@ -73,7 +73,3 @@ def test_chat_counts_from_the_first_text() -> None:
 def test_what_goes_wrong_has_a_name(chunks: list[tuple[float, bytes]], kind: str) -> None:
     assert read(Exchange(0.0, chunks)).error == kind
     assert read(Exchange(0.0, chunks, error="timeout")).error == "timeout"
-
-
-def test_one_token_has_no_tpot() -> None:
-    assert RequestOutcome(0.0, [1.0], num_output=1).tpot is None

@@ -14,7 +14,7 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import data, suite, tasks
-from sameseed.measure.quality.tasks import TaskResult, TaskSettings
+from sameseed.measure.quality.tasks import TaskSettings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
 
@@ -233,14 +233,6 @@ def test_the_answer_to_a_question_does_not_depend_on_the_others(llm: LLM) -> Non
     texts = tasks.answer(llm, [prompts[0], [], *prompts[1:]], [params] * 4, lambda n, total: done.append(n))
     assert texts[1] == "" and done == [1, 2, 3]
     assert tasks.answer(llm, prompts[:1], [params], lambda done, total: None) == texts[:1]
-
-
-def test_a_result_has_its_interval() -> None:
-    result = TaskResult("x", "accuracy", (1.0, 0.0, 1.0, 1.0))
-    assert result.value == 0.75
-    low, high = result.interval(0)
-    assert 0 <= low < 0.75 < high <= 1
-    assert TaskResult("x", "accuracy", (1.0,)).as_dict(0)["interval"] is None
 
 
 def test_text_that_differs_from_the_protocol_is_said(llm: LLM, tmp_path: Path) -> None:
