@@ -167,7 +167,7 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
         except BaseException:  # the baseline failed, or Ctrl-C
             write(done, None, as_json)
             raise
-    found = show.of_comparison(compared)
+    found = compared.records
     _write(found, out, as_json)
     write((r for r in done if r["config"]["label"] in compared.failed), None, as_json)
     told = [(r["config"]["label"], r["comparison"]) for r in found]

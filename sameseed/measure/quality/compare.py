@@ -8,9 +8,8 @@ show.
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,15 +27,16 @@ from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_
 from sameseed.measure.passes import Pass, TimedModel, interleaved_seconds
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality import advice, suite
-from sameseed.measure.quality.advice import Recommendation
-from sameseed.measure.quality.perplexity import Interval, mean_interval, ratio, ratio_interval
+from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
+from sameseed.measure.quality.show import CHAIN, CONTEXT, make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.measure.quality.variant import Footprint, Variant, footprint, stored
-from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, read_prompts
+from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, prompts_name, read_prompts
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.loader import resolve_model, target_scheme
+from sameseed.report import record
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
 
@@ -46,7 +46,8 @@ FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warnin
 LOST = 1.1  # perplexity over the baseline's, above which a warning is given
 ADVICE_RATIO = 1.005  # perplexity over the baseline's, above which advice is measured
 COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
-CHAIN, CONTEXT, ROUNDS = 8, 256, 15  # rows of the pass in c(CHAIN), tokens cached before it, runs of each pass
+ROUNDS = 15  # runs of each pass
+Measured = tuple[dict[str, str], dict[str, Any]]  # formats, figures
 
 
 @dataclass(frozen=True)
@@ -72,86 +73,14 @@ class Comparing:
 
 
 @dataclass(frozen=True)
-class DraftAcceptance:
-    """Acceptance in a run with a draft: acceptance rate with an interval over prompts, and tokens per draft."""
-
-    acceptance_rate: float | None
-    interval: Interval | None
-    mean_acceptance_length: float | None
-    num_drafts: int
-    accepted_per_pos: tuple[int, ...]
-
-    @classmethod
-    def of(cls, run: Run, seed: int) -> DraftAcceptance:
-        """Compute it from a run's counters. `seed`: of the bootstrap."""
-        each, m = [c.metrics.spec for c in run.completions], run.metrics
-        interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
-        counts = tuple(m.num_accepted_tokens_per_pos)
-        return cls(m.acceptance_rate, interval, m.mean_acceptance_length, m.num_drafts, counts)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Runs of plain decoding and with the draft, as bench measures them, and seconds of passes over 1 and CHAIN rows.
-
-    `kv_row_bytes`: bytes of one cached token.
-    """
-
-    plain: list[Run]
-    drafted: list[Run]
-    one: list[float]
-    chain: list[float]
-    weight_bytes: int
-    kv_row_bytes: float
-    stored: dict[str, str]
-
-    @property
-    def same_text(self) -> bool:
-        """Whether all runs generated the same texts, with and without the draft."""
-        return all(run.texts == self.plain[0].texts for run in (*self.plain, *self.drafted))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for a record."""
-        pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(self.plain, self.drafted, strict=True)]
-        return {
-            "tokens_per_s": median(a for a, _ in pairs),
-            "drafted_tokens_per_s": median(b for _, b in pairs),
-            f"c{CHAIN}": median(self.chain) / median(self.one),
-            "pass_1_ms": median(self.one) * 1e3,
-            f"pass_{CHAIN}_ms": median(self.chain) * 1e3,
-            "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
-            "equals_plain": self.same_text,
-        }
-
-
-@dataclass
-class Row:
-    """All results of one variant."""
-
-    variant: Variant
-    quality: Quality
-    memory: Footprint
-    speed: Speed
-    as_target: DraftAcceptance
-    as_draft: DraftAcceptance | None
-    ratio: tuple[float, Interval | None] | None = None  # perplexity over the baseline's
-    differences: dict[str, tuple[float, Interval | None]] = field(default_factory=dict)  # by task: score - baseline's
-    advice: list[Recommendation] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """Rows, the baseline first. `interleaved`: were all variants loaded at once, and their runs interleaved?
+    """Records of the variants (`EVAL_SCHEMA`), the baseline first, and their qualities.
 
     `failed`: variants that failed while they were measured, by label, with the reason.
     """
 
-    rows: tuple[Row, ...]
-    draft: str
-    interleaved: bool
-    asked: Comparing
+    records: list[dict[str, Any]]
+    qualities: list[Quality]
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -216,7 +145,7 @@ def report(
     groups = _groups(list(memories), asked)
     tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(memories))
 
-    def speeds_of(group: Seq[Variant]) -> dict[Variant, Speed]:
+    def speeds_of(group: Seq[Variant]) -> dict[Variant, Measured]:
         found = _speeds(group, spec, prompts, asked, tick)
         gc.collect()
         return found
@@ -226,20 +155,36 @@ def report(
     except (SameseedError, MemoryError):  # one of them cannot run: each by itself, to find out which
         groups = [[v] for v in memories]
         speeds = each(list(memories), lambda v: speeds_of([v])[v], failed)
-    seed = asked.settings.seed
-    rows = []
-    for i, (v, its) in enumerate(speeds.items()):
+    run_id, name = record.now(), draft_text(spec) if spec.model is None else Path(spec.model).name
+    shared = {
+        "draft": f"{name}, {spec.num_draft_tokens} tokens",
+        "speculation": dict(asked.speculation),
+        "prompts": prompts_name(asked.prompts),
+        "num_prompts": len(prompts),
+        "max_tokens_of_speed": asked.max_tokens,
+    }
+    records = []
+    for i, (v, (config, figures)) in enumerate(speeds.items()):
         progress("as draft of the baseline", i, len(parsed))
-        drafted, why = as_draft(base, v, asked.num_draft_tokens, prompts, asked.max_tokens, asked.engine, seed)
+        drafted, why = as_draft(base, v, prompts, asked)
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
         if drafts_for_itself(v, spec):
             notes.append("it is the draft itself, so n-grams draft for it")
-        as_target = DraftAcceptance.of(its.drafted[0], seed)
-        rows.append(Row(v, qualities[v], memories[v], its, as_target, drafted, notes=notes))
-    _judge(rows, asked, progress)
-    name = draft_text(spec) if spec.model is None else Path(spec.model).name
-    draft, lost = f"{name}, {spec.num_draft_tokens} tokens", {v.label: reason for v, reason in failed.items()}
-    return Comparison(tuple(rows), draft, len(groups) == 1, asked, lost)
+        comparison = {
+            "baseline": base.label,
+            "interleaved": len(groups) == 1,
+            "disk_bytes": v.disk_bytes(),
+            "peak_memory_bytes": memories[v].peak,
+            "memory_added_bytes": memories[v].added,
+            **figures,
+            "as_draft": drafted,
+            "notes": notes,
+        }
+        made = make_record(v, asked.tasks, asked.settings, asked.text, qualities[v], {**config, **shared}, comparison)
+        records.append({**made, "run": run_id})
+    done = [qualities[v] for v in speeds]
+    _judge(list(speeds), records, done, asked, progress)
+    return Comparison(records, done, {v.label: reason for v, reason in failed.items()})
 
 
 def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
@@ -292,10 +237,11 @@ def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
 
 def _speeds(
     variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing, tick: Callable[[], None]
-) -> dict[Variant, Speed]:
-    """Plain and drafted runs of all variants, interleaved; a variant that is the draft itself is drafted for by ngrams.
+) -> dict[Variant, Measured]:
+    """Formats of each variant, and its figures: plain and drafted runs by bench, passes by the profiler's timer.
 
-    `tick` is called after each prompt of an arm. Raises what LLM raises, RequestError for a prompt that does not fit.
+    All are interleaved. A variant that is the draft itself is drafted for by n-grams. `tick` is called after each
+    prompt of an arm. Raises what LLM raises, RequestError for a prompt that does not fit.
     """
     ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
     params = SamplingParams(max_tokens=asked.max_tokens, seed=0)
@@ -319,21 +265,36 @@ def _speeds(
     found = {}
     for i, (v, (bench, _), model) in enumerate(zip(variants, benches, models)):
         plain, drafted = (runs[arm] for arm in bench.arms)
-        one, chain = seconds[2 * i : 2 * i + 2]
-        sizes = model.weight_bytes, model.kv_row_bytes
-        found[v] = Speed(plain, drafted, one, chain, *sizes, stored(bench.llm))
+        pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(plain, drafted, strict=True)]
+        one, chain = (median(each) for each in seconds[2 * i : 2 * i + 2])
+        figures = {
+            "weight_bytes": model.weight_bytes,
+            "kv_bytes_per_token": model.kv_row_bytes,
+            "as_target": _acceptance(drafted[0], asked.settings.seed),
+            "tokens_per_s": median(a for a, _ in pairs),
+            "drafted_tokens_per_s": median(b for _, b in pairs),
+            f"c{CHAIN}": chain / one,
+            "pass_1_ms": one * 1e3,
+            f"pass_{CHAIN}_ms": chain * 1e3,
+            "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
+            "equals_plain": all(run.texts == plain[0].texts for run in (*plain, *drafted)),
+        }
+        found[v] = stored(bench.llm), figures
     return found
 
 
+def _acceptance(run: Run, seed: int) -> dict[str, Any]:
+    """Acceptance in a run with a draft: acceptance rate with an interval over prompts, and tokens per draft."""
+    each, m = [c.metrics.spec for c in run.completions], run.metrics
+    interval = ratio_interval([m.num_accepted_tokens for m in each], [m.num_draft_tokens for m in each], seed)
+    names = ("acceptance_rate", "mean_acceptance_length", "num_drafts")
+    counts = {"interval": interval, "accepted_per_pos": tuple(m.num_accepted_tokens_per_pos)}
+    return {name: getattr(m, name) for name in names} | counts
+
+
 def as_draft(
-    baseline: Variant,
-    variant: Variant,
-    num_draft_tokens: int,
-    prompts: Seq[Prompt],
-    max_tokens: int,
-    settings: dict[str, Any],
-    seed: int,
-) -> tuple[DraftAcceptance | None, str | None]:
+    baseline: Variant, variant: Variant, prompts: Seq[Prompt], asked: Comparing
+) -> tuple[dict[str, Any] | None, str | None]:
     """Acceptance with the variant as draft model for the baseline; (None, reason) if that is impossible.
 
     (None, None) for the baseline's own weights, which agree by construction. The draft's KV cache has the baseline's
@@ -342,54 +303,59 @@ def as_draft(
     same = resolve_model(baseline.model).resolve() == resolve_model(variant.model).resolve()
     if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):
         return None, None
-    spec = SpecConfig("draft_model", variant.model, variant.format, num_draft_tokens)
-    params, run = SamplingParams(max_tokens=max_tokens), Run()
+    spec = SpecConfig("draft_model", variant.model, variant.format, asked.num_draft_tokens)
+    params, run = SamplingParams(max_tokens=asked.max_tokens), Run()
+    settings = {**asked.engine, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False}
     try:
-        llm = LLM(baseline.model, spec, **{**settings, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False})
+        llm = LLM(baseline.model, spec, **settings)
         jobs = [(tuple(p.encode(llm.tokenizer)), replace(params, seed=i)) for i, p in enumerate(prompts)]
         run_batch(llm.engine, jobs, run)
     except (VocabularyError, RequestError, ConfigError) as error:
         return None, str(error)
-    return DraftAcceptance.of(run, seed), None
+    return _acceptance(run, asked.settings.seed), None
 
 
-def _judge(rows: list[Row], asked: Comparing, progress: Report) -> None:
-    """Fill in each row's ratios to the baseline, warnings and advice."""
-    base, seed = rows[0], asked.settings.seed
-    for row in rows:
-        mine, its = row.quality.perplexity, base.quality.perplexity
-        if row is not base and mine is not None and its is not None:
-            if mine.digest == its.digest:
-                row.ratio = ratio(mine, its, seed)
+def _judge(
+    variants: list[Variant], records: list[dict[str, Any]], qualities: list[Quality], asked: Comparing, progress: Report
+) -> None:
+    """Fill in each record's ratios to the baseline, warnings and advice."""
+    base, seed = qualities[0], asked.settings.seed
+    for v, made, quality in zip(variants, records, qualities, strict=True):
+        its, first = made["comparison"], variants[0] == v
+        its |= {"perplexity_ratio": None, "differences": {}}
+        if not first and quality.perplexity is not None and base.perplexity is not None:
+            if quality.perplexity.digest == base.perplexity.digest:
+                its["perplexity_ratio"] = estimate(*ratio(quality.perplexity, base.perplexity, seed))
             else:
-                row.notes.append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
-        for a, b in zip(row.quality.results, base.quality.results, strict=True):
-            if row is not base:
-                paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
-                row.differences[a.task] = a.value - b.value, paired
-        # As a draft, the row should reach the rate of the first variant of its model; for the baseline's model, rate 1.
-        first = next(r for r in rows if r.variant.model == row.variant.model)
-        own_rate = 1.0 if first is base else None
-        if first not in (base, row) and first.as_draft is not None:
-            own_rate = first.as_draft.acceptance_rate
-        row.warnings = warnings(row, base, own_rate)
-        row.advice = advice.recorded(row.variant)
-        if asked.advise and not row.advice and row.ratio is not None and row.ratio[0] > ADVICE_RATIO:
+                its["notes"].append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
+        for a, b in zip(quality.results, base.results, strict=True) if not first else ():
+            paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
+            its["differences"][a.task] = estimate(a.value - b.value, paired)
+        # As a draft, it should reach the rate of the first variant of its model; for the baseline's model, rate 1.
+        at = next(i for i, other in enumerate(variants) if other.model == v.model)
+        drafted = records[at]["comparison"]["as_draft"]
+        own_rate = 1.0 if not at else None if drafted is None or variants[at] == v else drafted["acceptance_rate"]
+        its["warnings"] = warnings(made, records[0], own_rate)
+        told = advice.recorded(v)
+        lost = its["perplexity_ratio"] and its["perplexity_ratio"]["value"]
+        if asked.advise and not told and its["perplexity_ratio"] and (lost is None or lost > ADVICE_RATIO):
             text, _ = asked.text.read(asked.settings.data)
-            row.advice = advice.measured(row.variant, base.variant, text, asked.engine, progress)
+            told = advice.measured(v, variants[0], text, asked.engine, progress)
+        its["advice"] = [asdict(a) for a in told]
 
 
-def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
-    """Warnings about a variant: lost acceptance (which no other value shows), lost perplexity, changed text.
+def warnings(made: Mapping[str, Any], base: Mapping[str, Any], own_rate: float | None) -> list[str]:
+    """Warnings about a variant's record: lost acceptance (which no other value shows), lost perplexity, changed text.
 
     `own_rate`: acceptance rate of the same model as a draft in its original format, if known.
     """
-    found = []
-    pairs = (("as target", row.as_target, base.as_target.acceptance_rate), ("as draft", row.as_draft, own_rate))
-    for role, mine, its in pairs:
+    c, found = made["comparison"], []
+    pairs = {"as target": (c["as_target"], base["comparison"]["as_target"]["acceptance_rate"])}
+    pairs["as draft"] = c["as_draft"], own_rate
+    for role, (mine, its) in pairs.items():
         if mine is None:
             continue
-        rate = mine.acceptance_rate
+        rate = mine["acceptance_rate"]
         if rate is None:
             if its:
                 found.append(f"{role}, nothing was drafted at all: speculation is switched off in effect")
@@ -398,15 +364,16 @@ def warnings(row: Row, base: Row, own_rate: float | None) -> list[str]:
                 f"{role}, acceptance is {rate:.1%}: near zero, so speculation only costs time. The format "
                 "broke the agreement of draft and target; keep more bits, or switch speculation off"
             )
-        elif row is not base and its and rate < FAR_BELOW * its:
+        elif made is not base and its and rate < FAR_BELOW * its:
             found.append(
                 f"{role}, acceptance fell to {rate:.1%} from the original's {its:.1%}: speculation loses "
                 "most of what it bought; keep more bits, or draft with fewer tokens"
             )
-    if row.quality.perplexity is not None and not math.isfinite(row.quality.perplexity.perplexity):
+    times = c["perplexity_ratio"] and c["perplexity_ratio"]["value"]
+    if made["perplexity"] is not None and made["perplexity"]["value"] is None:
         found.append("perplexity is not finite: the format overflows, or the checkpoint is broken")
-    elif row.ratio is not None and row.ratio[0] > LOST:
-        found.append(f"perplexity is {row.ratio[0]:.2f} times the baseline's: too few bits, or a badly chosen scale")
-    if not row.speed.same_text:
+    elif times is not None and times > LOST:
+        found.append(f"perplexity is {times:.2f} times the baseline's: too few bits, or a badly chosen scale")
+    if not c["equals_plain"]:
         found.append("speculation changed the text: this must not happen, report it as a defect of sameseed")
     return found

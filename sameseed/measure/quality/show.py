@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from sameseed import store
-from sameseed.measure.quality.compare import CHAIN, CONTEXT, Comparison
-from sameseed.measure.quality.perplexity import estimate
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import TaskSettings
 from sameseed.measure.quality.variant import Variant
-from sameseed.measure.workload import prompts_name
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
 from sameseed.report.plot import Panel, Series, draw, plot_paths, source
@@ -54,40 +51,7 @@ def make_record(
     }
 
 
-def of_comparison(found: Comparison) -> list[dict[str, Any]]:
-    """The records of a comparison, the baseline first."""
-    run_id, asked, made = record.now(), found.asked, []
-    for row in found.rows:
-        config = {
-            **row.speed.stored,
-            "draft": found.draft,
-            "speculation": dict(asked.speculation),
-            "prompts": prompts_name(asked.prompts),
-            "num_prompts": len(row.speed.plain[0].completions),
-            "max_tokens_of_speed": asked.max_tokens,
-        }
-        comparison = {
-            "baseline": found.rows[0].variant.label,
-            "interleaved": found.interleaved,
-            "disk_bytes": row.variant.disk_bytes(),
-            "weight_bytes": row.speed.weight_bytes,
-            "kv_bytes_per_token": row.speed.kv_row_bytes,
-            "peak_memory_bytes": row.memory.peak,
-            "memory_added_bytes": row.memory.added,
-            "perplexity_ratio": None if row.ratio is None else estimate(*row.ratio),
-            "differences": {task: estimate(*difference) for task, difference in row.differences.items()},
-            "as_target": asdict(row.as_target),
-            "as_draft": None if row.as_draft is None else asdict(row.as_draft),
-            **row.speed.as_dict(),
-            "warnings": row.warnings,
-            "advice": [asdict(a) for a in row.advice],
-            "notes": row.notes,
-        }
-        line = make_record(row.variant, asked.tasks, asked.settings, asked.text, row.quality, config, comparison)
-        made.append({**line, "run": run_id})
-    return made
-
-
+CHAIN, CONTEXT = 8, 256  # rows of the pass in c(CHAIN), and tokens cached before it
 LEGEND = (
     "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
     "weights: in memory; memory added: peak of a process of its own above its start; as target: drafted for; as draft: "

@@ -17,7 +17,7 @@ from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure.quality import advice, compare, show
-from sameseed.measure.quality.compare import Comparing, Comparison, DraftAcceptance
+from sameseed.measure.quality.compare import Comparing, Comparison
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
 from sameseed.measure.quality.variant import Footprint, Variant, footprint
@@ -54,25 +54,24 @@ def found(pair_folders: tuple[Path, Path], asked: Comparing) -> Comparison:
 
 
 def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path]) -> None:
-    base, small, cached = found.rows
-    assert base.as_draft is None and cached.as_draft is None and not base.notes
-    assert 0.0 < small.as_draft.acceptance_rate < 1.0, "other weights draft for the baseline"
-    assert found.interleaved and base.ratio is None and not base.differences
-    for row in found.rows:
-        assert all(row.speed.as_dict()[name] > 0 for name in ("tokens_per_s", "drafted_tokens_per_s", "c8"))
-        assert row.speed.same_text and len(row.speed.plain) == 2 and len(row.speed.plain[0].completions) == 3
-        assert row.memory.added == 2000
-        assert row.variant.disk_bytes() == (pair_folders[0] / "model.safetensors").stat().st_size
-        low, high = row.as_target.interval
-        assert low <= row.as_target.acceptance_rate <= high
-    assert small.speed.weight_bytes < base.speed.weight_bytes / 3
-    assert cached.speed.weight_bytes == base.speed.weight_bytes
-    assert cached.speed.kv_row_bytes < base.speed.kv_row_bytes and cached.speed.stored["kv_format"] == "int8"
-    for row in (small, cached):
-        mine, its = row.quality.perplexity, base.quality.perplexity
-        assert row.ratio is not None and mine is not None and its is not None
-        assert row.ratio[0] == pytest.approx(mine.perplexity / its.perplexity)
-        assert "humaneval" in row.differences
+    base, small, cached = (r["comparison"] for r in found.records)
+    assert base["as_draft"] is None and cached["as_draft"] is None and not base["notes"]
+    assert 0.0 < small["as_draft"]["acceptance_rate"] < 1.0, "other weights draft for the baseline"
+    assert base["interleaved"] and base["perplexity_ratio"] is None and not base["differences"]
+    for its in (base, small, cached):
+        assert all(its[name] > 0 for name in ("tokens_per_s", "drafted_tokens_per_s", "c8"))
+        assert its["equals_plain"] and len(its["repetitions"]) == 2
+        assert its["memory_added_bytes"] == 2000
+        assert its["disk_bytes"] == (pair_folders[0] / "model.safetensors").stat().st_size
+        low, high = its["as_target"]["interval"]
+        assert low <= its["as_target"]["acceptance_rate"] <= high
+    assert small["weight_bytes"] < base["weight_bytes"] / 3 and cached["weight_bytes"] == base["weight_bytes"]
+    assert cached["kv_bytes_per_token"] < base["kv_bytes_per_token"]
+    assert found.records[2]["config"]["kv_format"] == "int8" and found.records[1]["config"]["format"] == "nf4"
+    values = [r["perplexity"]["value"] for r in found.records]
+    for its, value in zip((small, cached), values[1:]):
+        assert its["perplexity_ratio"]["value"] == pytest.approx(value / values[0])
+        assert "humaneval" in its["differences"]
 
 
 def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
@@ -83,37 +82,33 @@ def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
     monkeypatch.setattr(compare, "warnings", lambda row, base, own_rate: own_rates.append(own_rate) or [])
     target, draft = map(str, pair_folders)
     found = compare.report([target, draft, f"{draft}@w8a8"], replace(asked, tasks=("perplexity",), repeat=1))
-    assert [bool(row.notes) for row in found.rows] == [False, True, True], "the draft, in as many bits or in fewer"
-    first, rounded = (row.as_draft.acceptance_rate for row in found.rows[1:])
+    its = [r["comparison"] for r in found.records]
+    assert [bool(c["notes"]) for c in its] == [False, True, True], "the draft, in as many bits or in fewer"
+    first, rounded = (c["as_draft"]["acceptance_rate"] for c in its[1:])
     assert own_rates == [1.0, None, first] and rounded
 
 
 def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
-    lines = show.of_comparison(found)
-    assert len({line["run"] for line in lines}) == 1
-    for line in lines:
+    assert len({line["run"] for line in found.records}) == 1
+    for line in found.records:
         record.append(tmp_path / "eval.jsonl", line)
     read = record.read(tmp_path / "eval.jsonl")
-    assert [r["config"]["label"] for r in read] == [row.variant.label for row in found.rows]
     head, rows = show.compared(read)
     assert all(len(row) == len(head) for row in rows) and rows[1][0].endswith("nf4") and ".." in rows[1][3]
     told = read[1]["comparison"]
-    assert told["baseline"] == found.rows[0].variant.label
-    assert told["as_target"]["acceptance_rate"] == found.rows[1].as_target.acceptance_rate
+    assert told["baseline"] == read[0]["config"]["label"]
     assert told["perplexity_ratio"]["interval"][0] < told["perplexity_ratio"]["value"]
-    assert len(told["repetitions"]) == 2 and read[1]["config"]["format"] == "nf4"
     with pytest.raises(ConfigError, match="sameseed eval"):
         schemas.check({k: v for k, v in read[0].items() if k != "tasks"})
 
 
 def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = show.of_comparison(found)
-    for table in show.comparison(lines, 80):
+    for table in show.comparison(found.records, 80):
         show_table(table)
     text = capsys.readouterr().out
     for words in ("perplexity", "over the baseline's", "accepted as draft", "c(8)", "memory added MB", "nf4"):
         assert words in text
-    pages = show.plot(lines, tmp_path / "page.png")
+    pages = show.plot(found.records, tmp_path / "page.png")
     assert [p.name for p in pages[::2]] == ["page-quality.png", "page-cost.png"]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pages[::2])
     assert all("<svg" in p.read_text() for p in pages[1::2])
@@ -124,8 +119,14 @@ def test_tables_and_plots_show_it(found: Comparison, tmp_path: Path, capsys: pyt
 # --- warnings ---
 
 
-def acceptance(rate: float | None) -> DraftAcceptance:
-    return DraftAcceptance(rate, (0.0, 1.0), None if rate is None else 1 + rate, 9, ())
+def acceptance(rate: float | None) -> dict[str, Any]:
+    return {"acceptance_rate": rate}
+
+
+def changed(found: Comparison, row: int, **parts: Any) -> dict[str, Any]:
+    """A record with other parts of its comparison."""
+    its = found.records[row]
+    return {**its, "comparison": {**its["comparison"], **parts}}
 
 
 @pytest.mark.parametrize(
@@ -133,35 +134,37 @@ def acceptance(rate: float | None) -> DraftAcceptance:
     [(0.5, []), (0.4, []), (0.29, ["fell to 29.0%"]), (0.04, ["near zero"]), (0.0, ["near zero"]), (None, ["nothing"])],
 )
 def test_lost_acceptance_is_said_loudly(found: Comparison, rate: float | None, words: list[str]) -> None:
-    base = replace(found.rows[0], as_target=acceptance(0.5), as_draft=None)
-    row = replace(found.rows[2], as_target=acceptance(rate), as_draft=acceptance(0.9), ratio=(1.0, (1.0, 1.0)))
-    said = compare.warnings(row, base, 1.0)
+    base = changed(found, 0, as_target=acceptance(0.5), as_draft=None)
+    same: dict[str, Any] = {"perplexity_ratio": {"value": 1.0}}
+    said = compare.warnings(changed(found, 2, as_target=acceptance(rate), as_draft=acceptance(0.9), **same), base, 1.0)
     assert len(said) == len(words)
     assert all(word in line and line.startswith("as target") for word, line in zip(words, said, strict=True))
-    said = compare.warnings(replace(row, as_target=acceptance(0.5), as_draft=acceptance(rate)), base, 1.0)
+    said = compare.warnings(changed(found, 2, as_target=acceptance(0.5), as_draft=acceptance(rate), **same), base, 1.0)
     assert all(line.startswith("as draft") for line in said) and bool(said) == (rate is None or rate < 0.6)
 
 
 def test_a_dead_baseline_and_lost_perplexity_are_said(found: Comparison) -> None:
-    dead = replace(found.rows[0], as_target=acceptance(0.01))
+    dead = changed(found, 0, as_target=acceptance(0.01))
     assert any("near zero" in line for line in compare.warnings(dead, dead, 1.0))
-    row = replace(found.rows[2], ratio=(1.3, (1.2, 1.4)), as_target=found.rows[0].as_target)
-    assert any("1.30 times" in line for line in compare.warnings(row, found.rows[0], 1.0))
+    row = changed(found, 2, perplexity_ratio={"value": 1.3})
+    assert any("1.30 times" in line for line in compare.warnings(row, found.records[0], 1.0))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_model_that_overflows_is_said_and_its_record_is_json(found: Comparison, value: float, tmp_path: Path) -> None:
-    row = found.rows[1]
-    assert row.quality.perplexity is not None
-    broken = replace(row.quality.perplexity, nll=np.full(99, value, np.float32))
-    row = replace(row, quality=replace(row.quality, perplexity=broken), ratio=(value, None))
-    row.warnings = compare.warnings(row, found.rows[0], 1.0)
-    assert any("not finite" in line for line in row.warnings)
-    lines = show.of_comparison(replace(found, rows=(found.rows[0], row)))
-    told = json.loads(json.dumps(lines[1], allow_nan=False))
-    assert told["perplexity"]["value"] is None
+def test_a_model_that_overflows_is_said_and_its_record_is_json(
+    found: Comparison, asked: Comparing, value: float, tmp_path: Path
+) -> None:
+    quality = found.qualities[1]
+    assert quality.perplexity is not None
+    broken = replace(quality, perplexity=replace(quality.perplexity, nll=np.full(99, value, np.float32)))
+    its = changed(found, 1, perplexity_ratio={"value": None, "interval": None})
+    variant = Variant("embedded", "nf4")
+    made = show.make_record(variant, asked.tasks, asked.settings, asked.text, broken, its["config"], its["comparison"])
+    assert any("not finite" in line for line in compare.warnings(made, found.records[0], 1.0))
+    lines = [found.records[0], made]
+    assert json.loads(json.dumps(made, allow_nan=False))["perplexity"]["value"] is None
     assert show.compared(lines)[1][1].count("not finite") == 2, "perplexity, and the ratio to the baseline's"
-    assert show.quality(lines[1]).row_count == 2
+    assert show.quality(made).row_count == 2
     assert all(p.stat().st_size for p in show.plot(lines, tmp_path / "page.png")), "and is no bar"
 
 
@@ -275,9 +278,8 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], 
     from lawkit import write_tokenizer
 
     write_tokenizer(tmp_path, 290)
-    rate, why = compare.as_draft(
-        Variant(str(pair_folders[0])), Variant(str(tmp_path)), 3, read_prompts(prompts), 4, {}, 0
-    )
+    asked = Comparing(num_draft_tokens=3, max_tokens=4)
+    rate, why = compare.as_draft(Variant(str(pair_folders[0])), Variant(str(tmp_path)), read_prompts(prompts), asked)
     assert rate is None and "the target's token" in str(why)
 
 
@@ -297,5 +299,6 @@ def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytes
         raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
 
     monkeypatch.setattr(compare, "LLM", refused)
-    rate, why = compare.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), 3, read_prompts(prompts), 4, {}, 0)
+    asked = Comparing(max_tokens=4)
+    rate, why = compare.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), read_prompts(prompts), asked)
     assert rate is None and "lower it" in str(why)
