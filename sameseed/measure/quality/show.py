@@ -199,7 +199,7 @@ def plot(records: Seq[Record], path: Path) -> list[Path]:
     pages = {"quality": (RATIO, tasks if first["tasks"] else BITS, *ACCEPTANCE), "cost": COST}
     paths: list[Path] = []
     for page, bars in pages.items():
-        title = f"{page}: {c['label']} and {len(each) - 1} variants; draft: {c['draft']}"
+        title = f"{page}, against {c['label']}; draft: {c['draft']}"
         panels = [_panel(each, *b) for b in bars]
         paths += draw(panels, path.with_stem(f"{path.stem}-{page}"), title, note, columns=2)
     return paths
