@@ -18,10 +18,10 @@ MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
 # The drafters that a draft means without naming them, by how it is written or by the kind of its folder.
 WRITTEN = {"MODEL": "draft_model", "HEAD": "eagle", "BLOCK": "block", "PARALLEL": "parallel"}
-WRITTEN |= {"A > MODEL": "cascade", "A + B": "first"}
+WRITTEN |= {"ASSISTANT": "assistant", "A > MODEL": "cascade", "A + B": "first"}
 # `Drafter.owns` of the package's drafters. Loading one would import PyTorch, which the front of a server needs not.
 OWNS = {
-    **dict.fromkeys(("cascade", "draft_model", "parallel"), "model"),
+    **dict.fromkeys(("assistant", "cascade", "draft_model", "parallel"), "model"),
     **dict.fromkeys(("block", "eagle", "mtp"), "head"),
     **dict.fromkeys(("first", "ngram", "suffix"), ""),
     "self_quant": "target",

@@ -84,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+DRAFTERS = [n for n in registry.names("drafters") if n != "assistant"]  # that drafts for a Gemma 4 only
 WORDS = (
     "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "
     "für über Größe naïve café — 你好 🙂 "

@@ -29,7 +29,7 @@ from sameseed.kvcache.state import RecurrentStates
 from sameseed.lengths.fixed import CappedLength
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, is_assistant
 from sameseed.models.decoder import Decoder
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.eagle import EagleHead
@@ -85,7 +85,7 @@ def load_parts(
         ops.set_num_threads(config.threads)
     backend = ops.resolve(config.backend, config.device)
     folder = resolve_model(model)
-    if is_head(folder):
+    if is_head(folder) or is_assistant(folder):
         raise ConfigError(f"{model} is a draft head, not a model; name its target as the model, and it with --draft")
     quant = target_scheme(config.format, folder)
     config = heed_profile(config, folder)

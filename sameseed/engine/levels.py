@@ -9,7 +9,7 @@ from pathlib import Path
 from sameseed import ops, registry
 from sameseed.config import WRITTEN, SpecConfig
 from sameseed.errors import ConfigError
-from sameseed.models.config import is_parallel
+from sameseed.models.config import model_text
 from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
@@ -131,7 +131,7 @@ def _recognized(spec: SpecConfig) -> SpecConfig:
     if spec.model is None or spec.method != WRITTEN["MODEL"]:
         return spec
     folder = resolve_model(str(spec.model))
-    kind = head_drafter(folder) if is_head(folder) else WRITTEN["PARALLEL"] if is_parallel(folder) else spec.method
+    kind = head_drafter(folder) if is_head(folder) else WRITTEN[model_text(folder)]
     return replace(spec, method=kind)
 
 

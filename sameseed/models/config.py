@@ -31,6 +31,8 @@ ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma",
     "Gemma4ForConditionalGeneration": "gemma",
     "Gemma4UnifiedForConditionalGeneration": "gemma",
+    "Gemma4AssistantForCausalLM": "gemma_assistant",
+    "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -45,6 +47,7 @@ GGUF_ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "gemma4-assistant": ("Gemma4AssistantForCausalLM", "gemma4_assistant"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -277,6 +280,18 @@ def is_parallel(folder: Path) -> bool:
         return False
     raw = read_json(folder / "config.json")
     return raw.get("spd_type") in PARALLEL or any(raw.get(name) not in (None, -1) for name in MASK_TOKENS)
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether a folder or GGUF file holds a Gemma 4 assistant, which drafts in its target's cache."""
+    from sameseed.models.loader import read_config
+
+    return ARCHITECTURES[read_config(folder).architecture] == "gemma_assistant"
+
+
+def model_text(folder: Path) -> str:
+    """What the model in a folder or file, which is no head, means as a draft (`sameseed.config.WRITTEN`)."""
+    return "PARALLEL" if is_parallel(folder) else "ASSISTANT" if is_assistant(folder) else "MODEL"
 
 
 def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | None:

@@ -7,7 +7,7 @@ cache of an earlier layer, and the E models add an embedding of the token to eac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,11 +19,11 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, RopeConfig, base_config, layer_shapes, whole_number
+from sameseed.models.config import ModelConfig, RopeConfig, base_config, family, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
-from sameseed.scheme import QuantTensor
+from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -82,7 +82,7 @@ class GemmaConfig(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(s) for s in Gemma.shapes(self).values() if len(s) == 2)
+        return sum(math.prod(s) for s in family(self.architecture).shapes(self).values() if len(s) == 2)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Gemma(Decoder):
         from sameseed.models.gguf.config import number
 
         fourth = raw["architectures"][0].startswith("Gemma4")
-        arch = "gemma4" if fourth else "gemma3"
+        arch = file.metadata["general.architecture"]
         get = partial(number, file, arch)
         layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
         common = {
@@ -314,16 +314,8 @@ class Gemma(Decoder):
         x = ops.embedding(batch.token_ids, w.embedding, math.sqrt(c.hidden_size))  # [T, C]
         inputs = self._layer_inputs(ops, batch, x)
         kept: dict[int, Tensor] = {}
-        layer: GemmaLayer
-        for i, layer in enumerate(w.layers):
-            x = self._attend(ops, i, layer, x, batch, cache)
-            gate_up = ops.product(normed_rows(x, layer.post_norm, eps), layer.gate_up)  # [T, 2 I]
-            out = ops.product(gated_rows(gate_up, "gelu"), layer.down)
-            x = ops.norm_add(out, layer.feedforward_out, eps, x, 1.0 if inputs else layer.factor)
-            if layer.input_gate is not None and layer.input_up is not None and layer.input_out is not None:
-                gate = ops.product(plain_rows(x), layer.input_gate)  # [T, P]
-                out = ops.product(gated_rows(ops.beside([gate, inputs[i]]), "gelu"), layer.input_up)
-                x = ops.norm_add(out, layer.input_out, eps, x, layer.factor)
+        for i in range(c.num_layers):
+            x = self._layer(ops, i, x, inputs, batch, cache.layers)
             if i in captures:
                 kept[i] = x
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
@@ -333,11 +325,24 @@ class Gemma(Decoder):
         chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
         return logits, hidden, chosen
 
-    def _attend(self, ops: Ops, i: int, w: GemmaLayer, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+    def _layer(self, ops: Ops, i: int, x: Tensor, inputs: Seq[Tensor], batch: Batch, caches: Seq[KVLayer]) -> Tensor:
+        """The output [T, C] of layer i; `inputs`: see `_layer_inputs`."""
+        w, eps = self.weights.layers[i], self.config.rms_eps
+        x = self._attend(ops, i, w, x, batch, caches)
+        gate_up = ops.product(normed_rows(x, w.post_norm, eps), w.gate_up)  # [T, 2 I]
+        out = ops.product(gated_rows(gate_up, "gelu"), w.down)
+        x = ops.norm_add(out, w.feedforward_out, eps, x, 1.0 if inputs else w.factor)
+        if not inputs:
+            return x
+        gate = ops.product(plain_rows(x), w.input_gate)  # [T, P]
+        out = ops.product(gated_rows(ops.beside([gate, inputs[i]]), "gelu"), w.input_up)
+        return ops.norm_add(out, w.input_out, eps, x, w.factor)
+
+    def _attend(self, ops: Ops, i: int, w: GemmaLayer, x: Tensor, batch: Batch, caches: Seq[KVLayer]) -> Tensor:
         """x [T, C] plus what attention adds."""
         config = self.config
         assert isinstance(config, GemmaConfig) and w.q_norm is not None
-        c, kv, window = config.layers[i], cache.layers[config.caches[i]], config.windows[i]
+        c, kv, window = config.layers[i], caches[config.caches[i]], config.windows[i]
         width = c.num_heads * c.head_dim
         qkv = ops.product(normed_rows(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)
         if config.keys_are_values and window is None and w.k_norm is not None:

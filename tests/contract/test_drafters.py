@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, assert_nothing_left, below_of, make_engine, random_prompts, run, texts
+from lawkit import DRAFTERS, SAMPLED, Pair, assert_nothing_left, below_of, make_engine, random_prompts, run, texts
 
 from sameseed import registry
 from sameseed.config import SpecConfig
@@ -21,7 +21,7 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, goes_ahead, parse_options
 from sameseed.spec.step import decode_step
 
-NAMES = registry.names("drafters")
+NAMES = DRAFTERS
 TREES = [f"{n} with siblings" for n in NAMES if hasattr(registry.load("drafters", n).DRAFTER.Options(), "siblings")]
 pytestmark = pytest.mark.parametrize("name", [*NAMES, *TREES])
 

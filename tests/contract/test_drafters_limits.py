@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
+from lawkit import DRAFTERS, SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from sameseed import registry
 from sameseed.kvcache.blocks import BlockManager
@@ -17,7 +17,7 @@ from sameseed.models.eagle import EagleHead
 from sameseed.models.llama import Llama
 from sameseed.request import SamplingParams
 
-NAMES = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.owns in ("model", "head")]
+NAMES = [n for n in DRAFTERS if registry.load("drafters", n).DRAFTER.owns in ("model", "head")]
 pytestmark = pytest.mark.parametrize("name", NAMES)
 PROMPTS = [*random_prompts(4, seed=4, longest=20), list(range(1, 60))]
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import DEVICES, NO_GPU, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, DRAFTERS, NO_GPU, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
 
 from sameseed import registry
 from sameseed.engine.engine import Engine
@@ -38,7 +38,6 @@ ON_GPU = [
     ),
     *(("cuda", "reference", *each) for each in (("bf16", "bf16"), ("w4a8", "int8"))),
 ]
-DRAFTERS = registry.names("drafters")
 PROMPTS = [p * 2 for p in random_prompts(6, seed=31, longest=12)]  # each one twice in a row, for look-ups
 LENGTH = 20
 # Greedy, sampled and penalized texts in one batch.

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, load_pair, make_engine, run, texts
+from lawkit import DRAFTERS, SAMPLED, Pair, load_pair, make_engine, run, texts
 
-from sameseed import LLM, registry
+from sameseed import LLM
 from sameseed.engine.engine import Engine
 from sameseed.kvcache.prefix import Prefixes
 from sameseed.request import Completion, FinishReason, Request, SamplingParams
 
-DRAFTERS = ["none", *registry.names("drafters")]
+NAMES = ["none", *DRAFTERS]
 LENGTH = 14
 
 
@@ -59,7 +59,7 @@ def hits(engine: Engine) -> int:
     return engine.runner.blocks.prefixes.hits.num_hits
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]], name: str) -> None:
     """In a batch, then one by one with the first run's cache; then with so few blocks that cached rows are evicted."""
     pair, kv, block, wanted = plain

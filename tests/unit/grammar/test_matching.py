@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from lawkit import (
+    DRAFTERS,
     EOS,
     MODEL_VOCAB,
     TOKENIZER_SIZE,
@@ -25,7 +26,6 @@ from lawkit import (
     make_engine,
 )
 
-from sameseed import registry
 from sameseed.drafters._shadow import Shadow
 from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
@@ -185,7 +185,7 @@ def test_drafts_change_nothing(pair: Pair, words: Matching, person: Any, tempera
     for completion in ended:
         valid(json.loads(completion.text))
     tree = TreeDrafter(knowing([c.prompt_token_ids for c in plain], [c.token_ids for c in plain]), MODEL_VOCAB, seed=3)
-    accepted = dict.fromkeys((*registry.names("drafters"), "tree"), 0)
+    accepted = dict.fromkeys((*DRAFTERS, "tree"), 0)
     for name in accepted:
         drafted = write(make_engine(pair, seqs=4, **spec(name, tree)), words, person, params, seeds)
         assert [(c.token_ids, c.logprobs) for c in drafted] == [(c.token_ids, c.logprobs) for c in plain], name

@@ -26,7 +26,7 @@ from sameseed.measure.certificate_page import render_every
 from sameseed.report import record
 from sameseed.request import SamplingParams
 
-NAMES = {*registry.names("drafters")} - {"block", "mtp"}  # neither head comes with the package
+NAMES = {*registry.names("drafters")} - {"assistant", "block", "mtp"}  # none comes with the package
 
 
 def methods(spec: SpecConfig) -> set[str]:

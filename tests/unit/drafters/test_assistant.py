@@ -1,0 +1,129 @@
+"""The assistant of a Gemma 4: transformers' logits at each step of a draft, the laws, and what it is refused for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lawkit
+import pytest
+import torch
+from fixtures_gguf import write_gguf
+from fixtures_models import load, oracle, random_tensors
+from lawkit import SAMPLED, random_prompts, run, texts
+from safetensors.torch import save_file
+
+from sameseed.batch import Rows, build_batch
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.engine.build import build_engine
+from sameseed.errors import ConfigError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import parse_config
+from sameseed.models.gemma_assistant import Assistant
+from sameseed.request import SamplingParams
+
+TARGET = {**lawkit.FAMILIES["gemma4"], "model_type": "gemma4_text", "dtype": "float32"}
+KEYS = {
+    "attention.sliding_window": 20,
+    "attention.sliding_window_pattern": [True, False],
+    "attention.shared_kv_layers": 2,
+    **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 16),
+    "attention.key_length_swa": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny target and its assistant."""
+    root = tmp_path_factory.mktemp("assistant")
+    lawkit.write_model(root / "target", seed=1, **TARGET)
+    text = json.loads((root / "target" / "config.json").read_text())
+    text |= {"num_hidden_layers": 2, "hidden_size": 24, "num_kv_shared_layers": 2, "tie_word_embeddings": True}
+    text |= {"layer_types": TARGET["layer_types"][:2], "final_logit_softcapping": None}
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    raw = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "dtype": "float32"}
+    raw |= {"backbone_hidden_size": 32, "text_config": text, "tie_word_embeddings": True}
+    (root / "draft").mkdir()
+    (root / "draft" / "config.json").write_text(json.dumps(raw))
+    save_file(random_tensors(parse_config(raw)), root / "draft" / "model.safetensors")
+    lawkit.write_tokenizer(root / "draft")
+    return root / "target", root / "draft"
+
+
+def as_gguf(folder: Path, path: Path) -> Path:
+    raw = json.loads((folder / "config.json").read_text())
+    tensors, flat = random_tensors(parse_config(raw)), {**raw["text_config"], "architectures": raw["architectures"]}
+    rope = {"rope_parameters": {"rope_theta": 1e6}}
+    return write_gguf(path, {**flat, **rope}, tensors, arch="gemma4-assistant", keys=KEYS)
+
+
+@pytest.mark.parametrize("container", ["folder", "gguf"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@torch.inference_mode()
+def test_steps_are_those_of_transformers(
+    folders: tuple[Path, Path], container: str, backend: str, tmp_path: Path
+) -> None:
+    """Four steps at one position, over 49 committed tokens, more than a window."""
+    transformers = pytest.importorskip("transformers")
+    target = oracle(folders[0])
+    assistant, info = transformers.Gemma4AssistantForCausalLM.from_pretrained(
+        folders[1], dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    text = (random_prompts(1, seed=3)[0] * 50)[:50]
+    known = len(text) - 1
+    out = target(torch.tensor([text[:known]]), output_hidden_states=True, return_shared_kv_states=True)
+    shared, state = out.shared_kv_states, out.hidden_states[-1][0, -1:]
+
+    path = folders[1] if container == "folder" else as_gguf(folders[1], tmp_path / "draft.gguf")
+    model = load(path, backend)
+    assert isinstance(model, Assistant)
+    cache = KVCache(((2, 8), (2, 16)), 4, 16)
+    for layer, kind in zip(cache.layers, ("sliding_attention", "full_attention"), strict=True):
+        for stored, values in zip((layer.k, layer.v), shared[kind], strict=True):
+            stored.flatten(0, 1)[:known] = values[0].transpose(0, 1)
+    token, own = text[-1], state
+    for _ in range(4):
+        embedding = target.get_input_embeddings()(torch.tensor([token]))
+        x = torch.cat([embedding, state], 1)[None]
+        at = torch.tensor([[known]])
+        wanted = assistant(inputs_embeds=x, position_ids=at, shared_kv_states=shared)
+        batch = build_batch([Rows([token], known - 1, [], [], [0, 1, 2, 3], True)], 16)
+        logits, own = model.draft(torch.cat([embedding, own], 1), batch, cache.layers)
+        assert (logits - wanted.logits[0]).abs().max() <= 2e-5 * wanted.logits.abs().max()
+        token, state = int(wanted.logits.argmax()), wanted.last_hidden_state[0]
+        assert int(logits.argmax()) == token
+
+
+def engine(model: Path, draft: Path | None, method: str = "assistant", policy: str = "fixed", **more: Any) -> Any:
+    spec = SpecConfig() if draft is None else SpecConfig(method, str(draft), num_draft_tokens=4, policy=policy)
+    cache = CacheConfig(block_size=4, num_blocks=34)
+    config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, cache=cache, spec=spec, **more)
+    return build_engine(str(model), config)
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_laws_1_and_3(folders: tuple[Path, Path], params: dict[str, float]) -> None:
+    """With chunked prompts and too few blocks; a folder given as any draft model is known for what it is."""
+    prompts = random_prompts(6, seed=4)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, seed=2, **params)
+    plain = texts(run(engine(folders[0], None), prompts, sampling, alone=True))
+    drafting = engine(*folders, "draft_model")
+    assert drafting.drafter.name == "assistant"
+    assert texts(run(drafting, prompts, sampling)) == plain
+    assert texts(run(engine(*folders, policy="goodput"), prompts, sampling)) == plain, "it rests where it does not pay"
+    assert drafting.metrics.num_drafts > 20 and drafting.scheduler.num_preemptions > 0
+
+
+def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--draft"):
+        engine(folders[1], None)
+    lawkit.write_model(tmp_path / "other", **{**TARGET, "hidden_size": 48})
+    for wrong in ("other", "llama"):
+        if wrong == "llama":
+            lawkit.write_model(tmp_path / "llama")
+        with pytest.raises(ConfigError, match="assistant of this target"):
+            engine(tmp_path / wrong, folders[1])
+    with pytest.raises(ConfigError, match="no assistant"):
+        engine(folders[0], tmp_path / "other")
