@@ -17,7 +17,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -29,6 +28,7 @@ from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError
 from sameseed.fields import hints
+from sameseed.models.config import drafts_itself
 from sameseed.request import SamplingParams
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ CHOICE_HELP = {
     "model": "the target: 'embedded', a folder, or a hub id like org/name",
     "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
     "embedded-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a cascade; auto: "
-    "embedded-draft for the embedded target, else none",
+    "embedded-draft for the embedded target, a checkpoint's own MTP block, else none",
     "draft_vocabulary": "tokens that a draft model may draft: auto (as many as pay of what the target says, as counted "
     "over its runs), a number (the first ids), or a file of ids; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
@@ -304,7 +304,7 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
     embedded = model in ("embedded", "embedded-target")
     if draft == "auto":
-        draft = EMBEDDED_DRAFT if embedded else "none"
+        draft = EMBEDDED_DRAFT if embedded else "mtp" if drafts_itself(model) else "none"
     return None if draft == "none" else _checked(parse_draft(draft), embedded)
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from sameseed import ops
 from sameseed.batch import Rows, build_batch
+from sameseed.cli.options import draft_choice
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError, ModelLoadError
@@ -316,3 +317,11 @@ def test_the_mtp_block_drafts_the_same_text(folders: tuple[Path, Path]) -> None:
             found.append(texts(run(engine, prompts, sampling)))
         assert found[0] == found[1]
         assert engine.metrics.num_drafts > 10
+
+
+def test_a_whole_block_drafts_by_default(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """`--draft auto` takes it; a file whose block is cut off drafts nothing."""
+    whole, cut = as_gguf(folders[0], tmp_path / "whole.gguf"), as_gguf(folders[0], tmp_path / "cut.gguf", "nextn.enorm")
+    for path, drafts in ((folders[0], True), (whole, True), (cut, False), (tmp_path / "none", False)):
+        assert draft_choice("auto", str(path)) == (SpecConfig("mtp") if drafts else None)
+    assert draft_choice("auto", str(folders[1])) is None, "config.json names a block, of which there is no tensor"
