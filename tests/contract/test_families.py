@@ -1,17 +1,18 @@
-"""Laws 1 and 3 of every family of models, with every drafter that needs no head, in the cases that broke others."""
+"""Laws 1 and 3 of every family of models, with every drafter, in the cases that broke others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from lawkit import FAMILIES, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
+from fixtures_block import fit_block
+from fixtures_eagle import fit_head
+from lawkit import DRAFTERS, FAMILIES, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
 
 from conftest import DRAFT_NOISE
-from sameseed import registry
+from sameseed import ops
+from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
-
-DRAFTERS = [n for n in registry.names("drafters") if registry.load("drafters", n).DRAFTER.owns != "head"]
 
 
 @pytest.fixture(scope="module", params=[n for n in FAMILIES if n != "llama"])  # the other tests have Llama
@@ -19,6 +20,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp(request.param)
     write_model(root / "target", **FAMILIES[request.param])
     write_model(root / "draft", noise=DRAFT_NOISE, **FAMILIES[request.param])
+    target = load_model(root / "target", ops.resolve())
+    fit_head(root / "head", target)
+    fit_block(root / "block", target)
     return load_pair(root / "target", root / "draft")
 
 
