@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sameseed.models.config import family
 from sameseed.models.gguf.kquants import TYPES
-from sameseed.models.gguf.source import gguf_name
+from sameseed.models.gguf.source import PAIRS_BESIDE, gguf_name
 from sameseed.scheme import get
 
 Kinds = Callable[[str], str]  # GGUF name of a matrix -> its type
@@ -109,7 +109,7 @@ def write_gguf(
         if arch == "gemma3" and name.endswith("norm.weight"):
             value = value + 1
         for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name and arch == "llama":
+            if part in name and arch in PAIRS_BESIDE:
                 value = for_rope(value, count)
         if blobs and stored in blobs:
             data, kind = blobs[stored]

@@ -118,6 +118,10 @@ def _plain_rope(model: Decoder) -> None:
     model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
 
 
+def _all_rotate(model: Decoder) -> None:
+    model.config = replace(model.config, still_layers=frozenset())
+
+
 def _drop(*names: str) -> Callable[[Decoder], None]:
     def without(model: Decoder) -> None:
         layers = tuple(replace(layer, **dict.fromkeys(names)) for layer in model.weights.layers)
@@ -166,6 +170,17 @@ VARIANTS: dict[str, Variant] = {
     "qwen3": Variant("Qwen3ForCausalLM", {"head_dim": 20, "max_window_layers": 3}, without=_drop("q_norm", "k_norm")),
     "qwen3-biases": Variant(
         "Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}, without=_drop("qkv_bias", "o_bias")
+    ),
+    "smollm3": Variant("SmolLM3ForCausalLM", {"num_hidden_layers": 5, "pad_token_id": 0}, without=_all_rotate),
+    "granite": Variant(
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.5,
+            "rms_norm_eps": 1e-2,
+        },
     ),
     "gemma3": Variant(
         "Gemma3ForCausalLM",

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma",
     "Gemma4AssistantForCausalLM": "gemma_assistant",
     "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
+    "SmolLM3ForCausalLM": "llama",
+    "GraniteForCausalLM": "llama",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -48,12 +50,16 @@ GGUF_ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gemma4-assistant": ("Gemma4AssistantForCausalLM", "gemma4_assistant"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "granite": ("GraniteForCausalLM", "granite"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 
+WITH_FACTORS = ("SmolLM3ForCausalLM", "GraniteForCausalLM")  # Llamas that differ in more than flags of their layers
+WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
 SILU = ("silu", "swish")
@@ -117,6 +123,10 @@ class ModelConfig:
     mask_token: int | None = None
     num_parallel: int = 0
     norm_shift: float = 0.0  # added to norm weights as stored; 1 in checkpoints that store w of a norm's 1 + w
+    still_layers: frozenset[int] = frozenset()  # layers that do not rotate their heads
+    embedding_factor: float = 1.0
+    score_factor: float | None = None  # of attention; None: D^-0.5
+    logit_divisor: float = 1.0
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -204,9 +214,11 @@ def family(architecture: str) -> type[Decoder]:
 
 def llama_only(config: ModelConfig, what: str) -> ModelConfig:
     """The config itself. Raises ConfigError unless it is of the Llama family, whose layers `what` computes anew."""
-    if ARCHITECTURES[config.architecture] != "llama":
-        known = ", ".join(name for name, file in ARCHITECTURES.items() if file == "llama")
-        raise ConfigError(f"{what} does not support {config.architecture}; use a model of one of these: {known}")
+    known = [name for name, file in ARCHITECTURES.items() if file == "llama" and name not in WITH_FACTORS]
+    if config.architecture not in known:
+        raise ConfigError(
+            f"{what} does not support {config.architecture}; use a model of one of these: {', '.join(known)}"
+        )
     return config
 
 
@@ -237,7 +249,7 @@ def base_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_model_len=max_len,
-        rms_eps=_number(raw, "rms_norm_eps", 1e-6, where),
+        rms_eps=positive_number(raw, "rms_norm_eps", 1e-6, where),
         rope=_rope(raw, max_len, where),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias or bias,
@@ -342,7 +354,8 @@ def whole_number(
     return value
 
 
-def _number(raw: Mapping[str, Any], name: str, default: float, where: str) -> float:
+def positive_number(raw: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    """A number of a config file, `default` where it has none. Raises ModelLoadError unless it is above 0."""
     value = raw.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise ModelLoadError(f"{where}: {name} must be a positive number, got {value!r}")
@@ -366,7 +379,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
         raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
-        theta = _number(scaling, "rope_theta", 10000.0, where)
+        theta = positive_number(scaling, "rope_theta", 10000.0, where)
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelLoadError(
@@ -374,11 +387,11 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
         )
     if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
         raise ModelLoadError(f"{where}: partial_rotary_factor is not supported here; the whole head must rotate")
-    theta = _number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
-    low, high = _number(scaling, "low_freq_factor", 1.0, where), _number(scaling, "high_freq_factor", 4.0, where)
+    theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
+    low, high = (positive_number(scaling, f"{n}_freq_factor", d, where) for n, d in (("low", 1.0), ("high", 4.0)))
     if low >= high:
         raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
-    factor = _number(scaling, "factor", 1.0, where)
+    factor = positive_number(scaling, "factor", 1.0, where)
     magnitude = 0.1 * math.log(max(factor, 1.0)) + 1.0 if kind == "yarn" else 1.0
     if kind == "yarn" and "mscale" in scaling:
         raise ModelLoadError(f"{where}: mscale of yarn is not supported")
@@ -386,21 +399,21 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
         theta=theta,
         kind=kind,
         factor=factor,
-        beta_fast=_number(scaling, "beta_fast", 32.0, where),
-        beta_slow=_number(scaling, "beta_slow", 1.0, where),
+        beta_fast=positive_number(scaling, "beta_fast", 32.0, where),
+        beta_slow=positive_number(scaling, "beta_slow", 1.0, where),
         truncate=bool(scaling.get("truncate", True)),
-        magnitude=_number(scaling, "attention_factor", magnitude, where),
+        magnitude=positive_number(scaling, "attention_factor", magnitude, where),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_len=int(_number(scaling, "original_max_position_embeddings", max_len, where)),
+        original_max_len=int(positive_number(scaling, "original_max_position_embeddings", max_len, where)),
     )
 
 
 def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
-    qwen = architecture.startswith("Qwen")
+    qwen = architecture.startswith(("Qwen", "SmolLM3"))
     # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
     window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28) if qwen else 0
-    if architecture == "LlamaForCausalLM" or window is None or (qwen and not raw.get("use_sliding_window", False)):
+    if architecture in WINDOWLESS or window is None or (qwen and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     for name, value, least in (("sliding_window", window, 1), ("max_window_layers", first, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -99,7 +99,8 @@ def attend(
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
-    out = ops.attention(q, kv, batch, c.head_dim**-0.5, window, sinks)  # [T, H, D]
+    scale = c.head_dim**-0.5 if c.score_factor is None else c.score_factor
+    out = ops.attention(q, kv, batch, scale, window, sinks)  # [T, H, D]
     return ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual, then)
 
 

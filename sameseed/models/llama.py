@@ -1,18 +1,31 @@
-"""Llama: one definition for Llama, Mistral, Qwen2 and Qwen3; flags of ModelConfig select the member."""
+"""Llama: one definition for Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Granite; flags of ModelConfig tell them apart."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, base_config
+from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
 from sameseed.models.decoder import Decoder
-from sameseed.models.layers import run_layer
+from sameseed.models.layers import ModelWeights, run_layer
 from sameseed.ops import Ops, RowSource, Then, normed_rows
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import WeightReader
+
+GRANITE = {  # its factors by GGUF's names
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 class Llama(Decoder):
@@ -21,22 +34,50 @@ class Llama(Decoder):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         name = raw["architectures"][0]
-        return base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
+        base = base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
+        if name == "SmolLM3ForCausalLM":
+            every = whole_number(raw, where, "no_rope_layer_interval", 4)
+            turns = raw.get("no_rope_layers") or [(i + 1) % every for i in range(base.num_layers)]
+            return replace(base, still_layers=frozenset(i for i, turn in enumerate(turns) if not turn))
+        if name == "GraniteForCausalLM":
+            embedding, scores, residual, logits = (positive_number(raw, n, 1.0, where) for n in GRANITE.values())
+            # Rows are kept divided by the factor of residuals, which norms do not notice where eps is adapted to it.
+            base = replace(base, rms_eps=base.rms_eps / residual**2, embedding_factor=embedding / residual)
+            return replace(base, score_factor=scores, logit_divisor=logits)
+        return base
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        from sameseed.models.gguf.config import number
+
+        granite = raw["architectures"][0] == "GraniteForCausalLM"
+        factors = {name: number(file, "granite", key) for key, name in GRANITE.items()} if granite else {}
+        return super().gguf_config(file, raw) | factors
+
+    @classmethod
+    def read(cls, reader: WeightReader, dense: str) -> ModelWeights:
+        weights = super().read(reader, dense)
+        return replace(weights, norm=weights.norm / reader.config.logit_divisor)
+
+    def __init__(self, config: ModelConfig, *args: Any, **more: Any) -> None:
+        super().__init__(config, *args, **more)
+        self.still = self.rope
+        if config.still_layers:
+            self.still = torch.ones_like(self.rope)
+            self.still[:, config.head_dim // 2 :] = 0  # sines
 
     def _layer(
         self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
     ) -> Tensor:
-        window = self.config.windows[i]
-        return run_layer(
-            ops, self.config, self.weights.layers[i], rows, x, batch, cache.layers[i], self.rope, window, then
-        )
+        window, rope = self.config.windows[i], self.still if i in self.config.still_layers else self.rope
+        return run_layer(ops, self.config, self.weights.layers[i], rows, x, batch, cache.layers[i], rope, window, then)
 
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         w, eps = self.weights, self.config.rms_eps
         batch = batch.on(self.device)
-        x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
+        x = ops.embedding(batch.token_ids, w.embedding, self.config.embedding_factor)  # [T, C]
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)

@@ -37,6 +37,7 @@ KEPT = {
     **kquants.TYPES,
 }
 DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
+PAIRS_BESIDE = ("llama", "smollm3", "granite")  # architectures that store rotary pairs side by side
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # all experts of a layer are one tensor, with one more axis
 OTHER_PARTS = ("v.", "mm.", "a.")  # tensors of vision and audio towers begin so
 
@@ -110,7 +111,7 @@ class GGUFCheckpoint:
             if info.type in DECODED:
                 decoded[name] = info.type
         self._heads = {}
-        if self._file.metadata.get("general.architecture") == "llama":
+        if self._file.metadata.get("general.architecture") in PAIRS_BESIDE:
             for name in expected:
                 if ".self_attn.q_proj." in name:
                     self._heads[name] = config.num_heads

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fixtures_models import BASE, LLAMA3_ROPE, VARIANTS
 
-from sameseed.errors import ModelLoadError, SameseedError
-from sameseed.models.config import ModelConfig, RopeConfig, parse_config
+from sameseed.errors import ConfigError, ModelLoadError, SameseedError
+from sameseed.models.config import ModelConfig, RopeConfig, llama_only, parse_config
 from sameseed.models.layers import inverse_frequencies, rope_table
 from sameseed.models.loader import read_config
 
@@ -215,3 +215,10 @@ def test_positions_far_out_keep_their_angle():
     inverse = rope.theta ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     exact = torch.cat([(100_000 * inverse).cos(), (100_000 * inverse).sin()])
     assert (table - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["smollm3", "granite", "gemma4"])
+def test_what_computes_layers_anew_refuses_other_layers(name):
+    assert llama_only(parse_config(VARIANTS["qwen3"].raw), "quantize")
+    with pytest.raises(ConfigError, match="use a model of"):
+        llama_only(parse_config(VARIANTS[name].raw), "quantize")

@@ -57,11 +57,14 @@ ARCHS = {
     "qwen2": "qwen2",
     "qwen2.5-tied": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "granite": "granite",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "gemma4-e": "gemma4",
 }
 ARCH_KEYS: dict[str, dict[str, Any]] = {
+    "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.5},
     "gemma3": {
         "attention.sliding_window": 7,
         "final_logit_softcapping": 8.0,
