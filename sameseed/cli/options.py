@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -303,8 +304,7 @@ EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
     embedded = model in ("embedded", "embedded-target")
-    if draft == "auto":
-        draft = EMBEDDED_DRAFT if embedded else "mtp" if drafts_itself(model) else "none"
+    draft = draft if draft != "auto" else EMBEDDED_DRAFT if embedded else "mtp" if drafts_itself(model) else "none"
     return None if draft == "none" else _checked(parse_draft(draft), embedded)
 
 
