@@ -12,7 +12,7 @@ from sameseed.engine.build import check_parts
 from sameseed.engine.levels import resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.measure.bench import Bench, Run, fitted, fitting
+from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave
 from sameseed.measure.bench_report import make_records
 from sameseed.measure.workload import Arm, Workload, arms
 from sameseed.models.loader import resolve_model
@@ -23,10 +23,6 @@ from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Records, Row, Tell, machine_use, rows_of
 
 PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
-
-
-def _refuse(text: str) -> None:
-    raise ConfigError(f"{text}; leave it out of --prompts")
 
 
 Runs = Mapping[Arm, list[Run]]
@@ -60,7 +56,10 @@ class SpecSetting:
 
 @dataclass(frozen=True)
 class BenchCell:
-    """The target in one format, with several ways to speculate and one sampling setting."""
+    """The target in one format, with several ways to speculate and one sampling setting.
+
+    `base`: a format whose plain decoding is interleaved with them, as one baseline for all formats; "": none.
+    """
 
     name: str
     format: str
@@ -68,6 +67,7 @@ class BenchCell:
     temperature: float = 0.0
     kv_format: str = "auto"
     batch: int = 1
+    base: str = ""
 
     @property
     def weight(self) -> float:
@@ -80,7 +80,10 @@ class BenchCell:
             spec = way.spec({role: setup.source(role) for role in way.roles})
             check_parts(target, make_config(spec, format=self.format, kv_format=self.kv_format))
             loaded += [(role, way.format) for role in way.roles or (["target"] if way.draft == "self_quant" else [])]
-        fitting(target, {}, setup.read(), _refuse)
+        odd = list[str]()
+        fitting(target, {}, setup.read(), odd.append)
+        if odd:
+            raise ConfigError(f"{odd[0]}; leave it out of --prompts")
         setup.check_memory(loaded)
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
@@ -99,16 +102,25 @@ class BenchCell:
             max_tokens=setup.max_tokens, temperature=self.temperature, top_p=0.95 if self.temperature else 1.0, seed=1
         )
         workload = bench.workload(setup.prompts_name, prompts, params, self.batch)
+        together = [(bench, workload)]
+        if self.base not in ("", self.format):
+            given = fitted(model, {**settings, "format": self.base}, prompts, setup.max_tokens)
+            other = Bench(model, [Arm("base", SpecConfig())], given)
+            together.append((other, other.workload(setup.prompts_name, prompts, params, self.batch)))
         batches = -(-len(prompts) // self.batch)
-        tell(f"about {max(1.0, bench.warm_up(workload) * batches * setup.repeat):.0f} s")
-        done, total = 0, setup.repeat * batches * len(bench.arms)
+        seconds = sum(each.warm_up(its) for each, its in together) * batches * setup.repeat
+        tell(f"about {max(1.0, seconds):.0f} s")
+        done, total = 0, setup.repeat * batches * sum(len(each.arms) for each, _ in together)
 
         def tick(label: str) -> None:
             nonlocal done
             setup.progress(f"{self.name}: {label}", done := done + 1, total)
 
-        runs = bench.measure(workload, setup.repeat, tick)
+        runs = interleave(together, setup.repeat, tick)
+        base = runs[together[-1][0].arms[0]] if self.base else []
         made = make_records(bench, model, workload, runs, record.now(), record.machine())
+        for arm, r in zip(bench.arms, made):
+            r["over_base"] = [m.tokens_per_s / b.tokens_per_s for m, b in zip(runs[arm], base)]
         return [self._more(bench, arm, ways.get(arm), r, workload, runs) for arm, r in zip(bench.arms, made)]
 
     def _more(
@@ -176,8 +188,10 @@ def bench_rows(records: Records) -> list[Row]:
 
 
 def beside(rows: list[Row], base: Row | None, field: str) -> None:
-    """Add `field` to each row: its tokens/s over those of `base`, which took no turns with it."""
-    if base is not None:
-        for row in rows:
+    """Add `field` to each row: tokens/s over those of the baseline that was interleaved with it, or else of `base`."""
+    for row in rows:
+        if row.get("over_base"):
+            row |= {field: median(row["over_base"]), f"{field}_each": row["over_base"]}
+        elif base is not None:
             row[field] = row["tokens_per_s"] / base["tokens_per_s"]
             row[f"{field}_each"] = [speed / base["tokens_per_s"] for speed in row["tokens_per_s_each"]]

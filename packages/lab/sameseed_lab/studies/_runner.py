@@ -33,13 +33,8 @@ def load(name: str) -> Study:
     return found
 
 
-def records_file(name: str, setup: StudySetup) -> Path:
-    """The path of a study's record file."""
-    return setup.out / f"{name}.jsonl"
-
-
 def _read(name: str, setup: StudySetup) -> list[dict[str, Any]]:
-    file = records_file(name, setup)
+    file = setup.out / f"{name}.jsonl"
     return record.read(file, skip_broken=True) if file.exists() else []
 
 
@@ -75,7 +70,7 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
 
     Returns the cells, with the errors of those that failed; a failed cell does not stop the others.
     """
-    file = records_file(name, setup)
+    file = setup.out / f"{name}.jsonl"
     record.prepare(file)
     if setup.threads is not None:
         ops.set_num_threads(setup.threads)

@@ -34,16 +34,12 @@ class Cell(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def weight(self) -> float:
-        """Relative running time, in units of one way to decode."""
-        ...
+    def weight(self) -> float: ...  # relative running time, in units of one way to decode
 
     def check(self, setup: StudySetup) -> None:
         """Raise SameseedError if the cell cannot run, before anything is loaded."""
 
-    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
-        """Measure the cell and return its records."""
-        ...
+    def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]: ...  # its records
 
 
 @dataclass(frozen=True)

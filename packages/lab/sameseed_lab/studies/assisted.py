@@ -23,13 +23,14 @@ def cells(setup: StudySetup) -> list[Cell]:
     """Cells of draft lengths in bf16, greedy and sampled; of all format mixes at k = 3; of each format's quality."""
     made: list[Cell] = []
     forms = {**BITS, "auto": STORED} if setup.size == "real" else BITS
+    base = "" if setup.size == "true" else "bf16"  # beside the largest twins it does not fit
     for role in (r for r in ("1b", "3b") if r in setup.names):
         draft, name = f"{{{role}}}", setup.names[role]
         ways = tuple(SpecSetting(draft, KS, "bf16", threshold) for threshold in THRESHOLDS)
         for how, temperature in (("greedy", 0.0), ("sampled", SAMPLED)):
             made.append(BenchCell(f"{name} lengths {how}", "bf16", ways, temperature))
         mixed = tuple(SpecSetting(draft, (3,), form, 0.2) for form in forms)
-        made += [BenchCell(f"{name} mixes of {form}", form, mixed) for form in forms]
+        made += [BenchCell(f"{name} mixes of {form}", form, mixed, base=base) for form in forms]
     return [*made, *quality_cells(tuple(forms))]
 
 
@@ -60,7 +61,8 @@ def findings(rows: list[Row]) -> list[str]:
         "its own format"
         + (f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times)." if total else ".")
     ]
-    gains = {bits: max(r["speedup"] for r in matching(drafted, {"bits": bits})) for bits in _values(drafted, "bits")}
+    every = dict.fromkeys(str(row["bits"]) for row in drafted)
+    gains = {bits: max(r["speedup"] for r in matching(drafted, {"bits": bits})) for bits in every}
     known = ", ".join(f"{gain:.2f} in {bits}" for bits, gain in gains.items())
     said.append(f"What speculation gains over its own format, at best: {known}.")
     for row in [r for r in drafted if r["coupled"] is not None and r["how"] == "sampled"][:1]:
@@ -70,10 +72,6 @@ def findings(rows: list[Row]) -> list[str]:
             f"{row['min_pq']:.1%} on the same positions."
         )
     return said
-
-
-def _values(rows: list[Row], field: str) -> list[str]:
-    return list(dict.fromkeys(str(row[field]) for row in rows))
 
 
 def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:

@@ -37,8 +37,9 @@ def cells(setup: StudySetup) -> list[Cell]:
         ways = tuple(way for way in ways if way.name != CASCADE)
     own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
     some = {"w8a8": (*ways, own), "bf16": ways[:3] if setup.size == "true" else (*ways, own)}
-    made = [BenchCell(form, form, some.get(form, ways)) for form in FORMATS]
-    made += [BenchCell("as stored", "auto", ways)] if setup.size == "real" else []
+    base = "" if setup.size == "true" else "bf16"  # beside the largest twins it does not fit
+    made = [BenchCell(form, form, some.get(form, ways), base=base) for form in FORMATS]
+    made += [BenchCell("as stored", "auto", ways, base=base)] if setup.size == "real" else []
     return [*made, DepthCell()] if setup.size == "true" else [*made]
 
 

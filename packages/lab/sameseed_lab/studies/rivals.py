@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
@@ -105,8 +105,9 @@ class PeerCell:
                 **({"prompts": setup.prompts} if setup.prompts else {}),
             }
             if setup.size == "real":
-                own = {name: resolve_model(setup.models[role]) for name, role in _files(setup)}
-                asked |= own
+                models = {"model": setup.models["target"], "draft": setup.models["1b"]}
+                drafters = registry.names("drafters")
+                asked |= {name: resolve_model(model) for name, model in models.items() if model not in drafters}
             command = [
                 sys.executable,
                 str(PEERS / "run.py"),
@@ -120,12 +121,6 @@ class PeerCell:
             if running.returncode:
                 raise ConfigError(f"{self.name}: {errors.read_text(errors='replace').strip()[-500:]}")
             return split(json.loads(out.read_text()))
-
-
-def _files(setup: StudySetup) -> Iterator[tuple[str, str]]:
-    yield "model", "target"
-    if setup.models["1b"] not in registry.names("drafters"):
-        yield "draft", "1b"
 
 
 def cells(setup: StudySetup) -> list[PeerCell]:
