@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.measure import memory
+from sameseed.measure import usage as memory
 from sameseed.measure.shapes import get_shape
 from sameseed.models.config import ModelConfig, family, read_json
 from sameseed.models.decoder import Decoder

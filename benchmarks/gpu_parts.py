@@ -19,7 +19,7 @@ from gpu_plan import Sizes, passes
 from sameseed import ops as backends
 from sameseed.batch import Batch
 from sameseed.engine.calibrate import measure_curve
-from sameseed.measure import limits as machine, memory
+from sameseed.measure import limits as machine, usage as memory
 from sameseed.measure.limits import Limits
 from sameseed.measure.passes import Pass, TimedModel
 from sameseed.measure.shapes import get_shape

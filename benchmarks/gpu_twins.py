@@ -14,7 +14,7 @@ from gpu_plan import Sizes
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
 from sameseed.engine.engine import Engine
-from sameseed.measure import memory
+from sameseed.measure import usage as memory
 from sameseed.measure.bench import Job, Run, run_batch
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.models.decoder import Decoder

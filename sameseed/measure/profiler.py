@@ -13,7 +13,7 @@ from typing import Any
 from sameseed import devices, ops
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
-from sameseed.measure import memory
+from sameseed.measure import usage
 from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.measure.depth import deepened, shallow
 from sameseed.measure.grid import ProfileGrid
@@ -162,8 +162,8 @@ class Profiler:
 
     def _load(self, x: Candidate, tell: Report) -> None:
         longest = max(job.context + job.new_tokens for job in x.chains + x.others)
-        before = memory.resident(self.grid.device)
-        memory.reset_peak(self.grid.device)
+        before = usage.resident(self.grid.device)
+        usage.reset_peak(self.grid.device)
         start = time.perf_counter()
 
         def progress(done: int, total: int) -> None:
@@ -177,7 +177,7 @@ class Profiler:
         took = time.perf_counter() - start
         subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory
-        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+        self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
         first = subject.work(x.chains[0])
         x.stored = StoredModel(
             x.format,
@@ -188,7 +188,7 @@ class Profiler:
             None,
             subject.peak,
             took,
-            max(0, memory.peak(self.grid.device) - before),
+            max(0, usage.peak(self.grid.device) - before),
         )
 
     def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
@@ -219,7 +219,7 @@ class Profiler:
         x.work = {job: x.subject.work(job) for job in x.samples}
         x.subject = None
         gc.collect()
-        self.peak_memory = max(self.peak_memory, memory.peak(self.grid.device))
+        self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
 
     def _profile(self, threads: int, interrupted: bool) -> Profile:
         assert self.limits is not None

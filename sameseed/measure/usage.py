@@ -1,20 +1,23 @@
-"""Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches.
+"""Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches; and memory of this process.
 
 A value that cannot be read is None.
 
 CPU energy is that of the whole packages (RAPL, through Linux's powercap), including other processes. GPU values come
-from NVML, if the package `pynvml` is installed.
+from NVML, if the package `pynvml` is installed. Memory is resident memory on the CPU, PyTorch's allocations on a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sameseed.ops import available_cores, num_launches
 
@@ -149,3 +152,43 @@ def _gpu_j() -> float | None:
 def _gpu_share() -> float | None:
     rates = _asked("nvmlDeviceGetUtilizationRates")
     return None if rates is None else rates.gpu / 100
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident(device: str = "cpu") -> int:
+    """Bytes resident now; if the system does not tell, the peak since the process started."""
+    if device != "cpu":
+        return int(torch.cuda.memory_allocated(device))
+    return _status("VmRSS") or _ever()
+
+
+def peak(device: str = "cpu") -> int:
+    """Peak resident bytes since `reset_peak`, or since the process started if `reset_peak` had no effect."""
+    if device != "cpu":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _status("VmHWM") or _ever()
+
+
+def reset_peak(device: str = "cpu") -> None:
+    """Reset the peak, if the system allows it (Linux)."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int | None:
+    try:
+        for line in STATUS.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _ever() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -106,11 +106,11 @@ def footprint(variant: Variant, settings: dict[str, Any], tokens: int = 16) -> F
 
 if __name__ == "__main__":  # run by `footprint` in a fresh process
     job = json.loads(sys.stdin.read())
-    from sameseed.measure import memory
+    from sameseed.measure import usage
     from sameseed.request import SamplingParams
 
-    memory.reset_peak()
-    before = memory.resident()
+    usage.reset_peak()
+    before = usage.resident()
     llm = LLM(job["model"], **job["settings"])
     llm.generate("Once upon a time", SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
-    print(json.dumps({"before": before, "peak": memory.peak()}))
+    print(json.dumps({"before": before, "peak": usage.peak()}))
