@@ -1,4 +1,4 @@
-"""Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches; and memory of this process.
+"""Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches, memory of this process.
 
 A value that cannot be read is None.
 
