@@ -165,23 +165,10 @@ def _split(run: Run) -> dict[str, float]:
     return {**asdict(t), "rest": run.seconds - t.draft - t.target - t.verify - t.schedule}
 
 
-COLUMNS = (
-    "decoding",
-    "tokens/s",
-    "speed-up",
-    "after prompt",
-    "accepted",
-    "per draft",
-    "rolled back",
-    "first token ms",
-    "overhead ms",
-    "same text",
-)
 LEGEND = (
     "speed-up: of the whole run, in brackets as costs and acceptance predict it; after prompt: without the time to "
-    "first tokens; "
-    "accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one included; "
-    "rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
+    "first tokens; accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one "
+    "included; rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
     "models' passes; same text: token for token as plain decoding"
 )
 
@@ -203,25 +190,26 @@ def title(config: Mapping[str, Any]) -> str:
     )
 
 
-def cells(record: Mapping[str, Any]) -> list[str]:
-    """One record as a row, in the order of COLUMNS."""
+def cells(record: Mapping[str, Any]) -> dict[str, str]:
+    """One record as a row: cell texts by column head."""
     plain = record["config"]["draft"] == "none"
     prediction = record.get("prediction")
     predicted = "" if prediction is None else f" ({prediction['speedup']:.2f}x)"
     later = None if plain else record.get("decode_speedup")
     rate, length, first = record["acceptance_rate"], record["mean_acceptance_length"], record["ttft_s"]["median"]
-    return [
-        record["config"]["label"],
-        f"{record['tokens_per_s']:.1f}",
-        "1" if plain else f"{record['speedup']:.2f}x{predicted}",
-        "" if later is None else f"{later:.2f}x",
-        "" if rate is None else f"{rate:.0%}",
-        "" if length is None else f"{length:.2f}",
-        "" if plain else str(record["rollbacks"]),
-        f"{first * 1e3:.1f}",
-        f"{record['overhead_ms_per_round']:.2f}",
-        "" if plain else "yes" if record["equals_plain"] else "NO",
-    ]
+    same = "[green]yes[/]" if record["equals_plain"] else "[bold red]NO[/]"
+    return {
+        "decoding": record["config"]["label"],
+        "tokens/s": f"{record['tokens_per_s']:.1f}",
+        "speed-up": "1" if plain else f"{record['speedup']:.2f}x{predicted}",
+        "after prompt": "" if later is None else f"{later:.2f}x",
+        "accepted": "" if rate is None else f"{rate:.0%}",
+        "per draft": "" if length is None else f"{length:.2f}",
+        "rolled back": "" if plain else str(record["rollbacks"]),
+        "first token ms": f"{first * 1e3:.1f}",
+        "overhead ms": f"{record['overhead_ms_per_round']:.2f}",
+        "same text": "" if plain else same,
+    }
 
 
 def levels(record: Mapping[str, Any]) -> list[str]:
@@ -240,13 +228,11 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
     """A table of records that differ only in how they decode; the fastest row is bold."""
     repeated = records[0].get("repeated")
     said = "" if repeated is None else f"\n{repeated:.0%} of the 8-grams of plain decoding's texts repeat earlier ones"
-    made = layout.table(title(records[0]["config"]) + said, [name.replace(" ", "\n") for name in COLUMNS])
+    heads = [name.replace(" ", "\n") for name in cells(records[0])]
+    made = layout.table(title(records[0]["config"]) + said, heads)
     best = max(records, key=lambda r: float(r["tokens_per_s"]))
     for record in records:
-        row = cells(record)
-        if row[-1]:
-            row[-1] = f"[green]{row[-1]}[/]" if record["equals_plain"] else f"[bold red]{row[-1]}[/]"
-        made.add_row(*row, style="bold" if record is best else None)
+        made.add_row(*cells(record).values(), style="bold" if record is best else None)
     return made
 
 
