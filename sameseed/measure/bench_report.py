@@ -168,8 +168,8 @@ def _split(run: Run) -> dict[str, float]:
 LEGEND = (
     "speed-up: of the whole run, in brackets as costs and acceptance predict it; after prompt: without the time to "
     "first tokens; accepted: share of the drafted tokens; per draft: tokens that a draft yields, the target's own one "
-    "included; rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside both "
-    "models' passes; same text: token for token as plain decoding"
+    "included; rolled back: rounds with a rejected token; first token: time to it; overhead: time of a round outside "
+    "both models' passes; same text: token for token as plain decoding"
 )
 
 
@@ -257,4 +257,5 @@ def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Pa
         ]
         panels.append(Panel(name, "draft tokens", series, y="times plain decoding", level=1.0))
     runs = f"medians of {len(records[0]['repetitions'])} runs, bands: least to most"
-    return draw(panels, path, about=source(records[0], runs), columns=1)
+    head = f"Speed over plain decoding: {records[0]['config']['model']}"
+    return draw(panels, path, head, source(records[0], runs), columns=1)

@@ -239,7 +239,7 @@ def draw(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
         for name, of in PANELS
     ]
     about = plot.source(records[0], f"medians of {len(records[0]['repetitions'])} runs, bands: least to most")
-    return plot.draw(panels, path, about=about)
+    return plot.draw(panels, path, f"{records[0]['config']['model']} under load", about)
 
 
 def _panel(title: str, records: Seq[Mapping[str, Any]], of: Callable[[Any], float | None]) -> Panel:
