@@ -172,8 +172,9 @@ def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
         yield Fault("draft too large", says, ("a draft of a tenth of the size, or a head", *PLAIN[engine]))
     elif s.draft_share is not None and s.draft_share > LARGE_SHARE:
         says = f"drafting takes {s.draft_share:.0%} of the time"
-        flags = ("--draft-format w4a8",) if engine == "sameseed" else ("the draft in fewer bits",)
-        yield Fault("draft share", says, (*flags, "a smaller vocabulary (sameseed vocabulary)", "a head"))
+        other = "the draft in fewer bits", "a smaller draft vocabulary"
+        own = "--draft-format w4a8", "--draft-vocabulary auto"
+        yield Fault("draft share", says, (*(own if engine == "sameseed" else other), "a head"))
     if s.overhead_s is not None and s.round_s and s.overhead_s > LATE * s.round_s:
         says = f"{s.overhead_s / s.round_s:.0%} of a round lies outside both models: sampling, scheduling, Python"
         yield Fault("overhead", says, ("longer drafts, fewer rounds", "no penalties or logprobs where none are needed"))
