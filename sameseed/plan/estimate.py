@@ -153,7 +153,7 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
             continue
         cost = target.cost(limits) if profile is None else _profiled(profile, target)
         if asked.run:
-            settings = {"format": target.name, "kv_format": asked.kv_format, "threads": asked.threads}
+            settings = {"format": target.asked, "kv_format": asked.kv_format, "threads": asked.threads}
             cost, drafts = anchor(asked.model, drafts, asked.draft_format, prompt, cost, most, **settings)
         own = {"format": target.name, "kv_format": target.kv_format, "memory": needs, "loss": target.loss}
         table = max(TABLE, asked.sizes[-1])
