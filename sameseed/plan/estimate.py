@@ -8,6 +8,7 @@ says.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -226,15 +227,11 @@ def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) ->
 
 def read_bytes(text: str) -> int:
     """Bytes from text like 24GB, 512MiB, 1.5G. Raises ConfigError."""
-    units = {"": 1, "b": 1}
-    units |= {f"{u}{b}": 1000 ** (i + 1) for i, u in enumerate("kmgt") for b in ("", "b")}
-    units |= {f"{u}ib": 1024 ** (i + 1) for i, u in enumerate("kmgt")}
-    number = text.strip().rstrip("bBiIkKmMgGtT ")
-    unit = text.strip()[len(number) :].strip().lower()
-    with suppress(ValueError, KeyError, OverflowError):
-        if (size := int(float(number) * units[unit])) > 0:
-            return size
-    raise ConfigError(f"--memory takes a size like 24GB or 512MiB, got {text!r}")
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
+    if size < 1:
+        raise ConfigError(f"--memory takes a size like 24GB or 512MiB, got {text!r}")
+    return size
 
 
 def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
