@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lawkit
 import pytest
 import torch
-from fixtures_eagle import silence
+from fixtures_training import assert_learned_and_counted, assert_resumed_equals_whole, run
 from lawkit import MODEL_VOCAB, write_model
-from safetensors.torch import load_file
 
 from sameseed import ops
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine.build import build_engine
+from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
@@ -25,20 +21,16 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
-from sameseed_train import head_measure
 from sameseed_train.block_model import BlockForTraining, choose_anchors
-from sameseed_train.head import run_head
 from sameseed_train.head_job import export_head
 from sameseed_train.head_recipe import BlockSettings, HeadRecipe, LossSettings, SizeSettings, head_config
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, Trained, dense
+from sameseed_train.own import dense
 from sameseed_train.recipe import TrainSettings
-from sameseed_train.seeds import TextSettings, held_out
+from sameseed_train.seeds import TextSettings
 from sameseed_train.states import TextStates
 
 MASK = MODEL_VOCAB - 1
-NEW_TOKENS = 32
-PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +90,6 @@ def test_guesses_like_the_inference_head(tmp_path: Path, architecture: str, draf
 # --- whole runs ---
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that a head can predict nearly perfectly: only its first layer adds something."""
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
-    request.addfinalizer(monkeypatch.undo)
-    root = tmp_path_factory.mktemp("runs")
-    write_model(root / "target", num_hidden_layers=3)
-    silence(root / "target", 0.5)
-    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
-    (root / "held.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS[1:4]))
-    return root
-
-
 def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
     recipe = HeadRecipe(
         kind="block",
@@ -126,41 +104,17 @@ def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
     return replace(recipe, **changes)
 
 
-def run(folder: Path, out: Path, recipe: HeadRecipe, **how: Any) -> Trained:
-    sources = Sources(folder / "prompts.jsonl", measure=folder / "held.jsonl")
-    return run_head(recipe, sources, out, quiet=True, **how)
-
-
-def losses(out: Path) -> list[float]:
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if row["stage"] == "head"]
-
-
 def test_learns_and_the_engine_accepts_as_counted(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_for(folder)
     made = run(folder, tmp_path / "out", replace(recipe, train=replace(recipe.train, steps=80)))
-    seen = losses(tmp_path / "out")
-    assert sum(seen[-5:]) < 0.7 * sum(seen[:5])
-    counted = made.results["acceptance"]["all"]
-    assert counted["accepted"] > 0
     spec = SpecConfig("block", str(made.folder), num_draft_tokens=4)
-    engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
-    prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
-    found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
-    rounds = [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
-    # The engine gives a text's last token to the target; the count may take it for an accepted guess.
-    assert 0 <= counted["accepted"] - sum(accepted for _, accepted in rounds) <= len(rounds)
-    assert abs(sum(drafted for drafted, _ in rounds) - counted["drafted"]) <= 4 * len(rounds)
+    assert_learned_and_counted(folder, tmp_path / "out", spec, 1)
     card = (made.folder / "README.md").read_text()
     assert "Block head" in card and "2 layers" in card
 
 
 def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "whole", recipe_for(folder))
-    run(folder, tmp_path / "parts", recipe_for(folder), stop_after=3)
-    run(folder, tmp_path / "parts", recipe_for(folder), resume=True)
-    whole, parts = (load_file(str(tmp_path / n / "head" / "model.safetensors")) for n in ("whole", "parts"))
-    assert all(torch.equal(whole[n], parts[n]) for n in whole)
+    assert_resumed_equals_whole(folder, tmp_path, recipe_for(folder), 3)
 
 
 @pytest.mark.parametrize(

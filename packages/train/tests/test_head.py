@@ -7,16 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lawkit
 import pytest
 import torch
-from fixtures_eagle import silence
+from fixtures_training import NEW_TOKENS, assert_learned_and_counted, assert_resumed_equals_whole, run, tensors
 from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
 
 from sameseed import ops
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine.build import build_engine
+from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
@@ -25,15 +23,15 @@ from sameseed.models.head_config import expected_tensors, read_head_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
-from sameseed_train import head_measure, states
+from sameseed_train import states
 from sameseed_train.head import run_head
 from sameseed_train.head_job import export_head
 from sameseed_train.head_model import GuessRows, HeadForTraining
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings, head_config
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, Trained, dense
+from sameseed_train.own import Sources, dense
 from sameseed_train.recipe import TrainSettings
-from sameseed_train.seeds import TextSettings, held_out
+from sameseed_train.seeds import TextSettings
 
 AUX = (1, 2, 3)
 STEPS = 4
@@ -99,26 +97,6 @@ def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int)
 
 # --- whole runs ---
 
-NEW_TOKENS = 32
-PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)] + [
-    {"messages": [{"role": "user", "content": "return a + b"}], "domain": "chat"},
-    {"text": "def add(a, b): return a + b the loop ends when the list is empty"},
-]
-
-
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that a head can predict nearly perfectly: only its first layer adds something."""
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
-    request.addfinalizer(monkeypatch.undo)
-    root = tmp_path_factory.mktemp("runs")
-    write_model(root / "target", num_hidden_layers=3)
-    silence(root / "target", 0.5)
-    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
-    (root / "held.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS[1:4] + PROMPTS[8:9]))
-    return root
-
 
 def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
     recipe = HeadRecipe(
@@ -130,27 +108,6 @@ def recipe_for(folder: Path, **changes: Any) -> HeadRecipe:
         train=TrainSettings(12, rows=6, row_tokens=64, warmup=2, decay=0.5, optim=OptimSettings(0.02, 0.002)),
     )
     return replace(recipe, **changes)
-
-
-def run(
-    folder: Path,
-    out: Path,
-    recipe: HeadRecipe | None = None,
-    prompts: Path | None = None,
-    measure: Path | None = None,
-    **how: Any,
-) -> Trained:
-    sources = Sources(prompts or folder / "prompts.jsonl", measure=measure or folder / "held.jsonl")
-    return run_head(recipe or recipe_for(folder), sources, out, quiet=True, **how)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(str(folder / "model.safetensors"))
-
-
-def losses(out: Path) -> list[float]:
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if row["stage"] == "head"]
 
 
 @pytest.fixture(scope="module")
@@ -165,60 +122,41 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_learns_and_is_accepted_more(folder: Path, trained: Path, tmp_path: Path) -> None:
     """The loss falls, the counted acceptance rises above the first weights', and the engine confirms it."""
     begun = run(folder, tmp_path / "begun", recipe_for(folder), stop_after=0)
-    seen = losses(trained)
-    assert sum(seen[-5:]) < 0.7 * sum(seen[:5])
     before = begun.results["acceptance"]["all"]
     after = json.loads((trained / "results.json").read_text())["acceptance"]["all"]
     assert after["rate"] > before["rate"] + 0.1
     assert after["agreement"][0] > before["agreement"][0] + 0.1
-    rounds = speculate(folder, trained / "head")
-    # The engine gives a text's last token to the target; the count may take it, and one before, for accepted guesses.
-    assert 0 <= after["accepted"] - sum(accepted for _, accepted in rounds) <= 2 * len(rounds)
-    assert abs(sum(drafted for drafted, _ in rounds) - after["drafted"]) <= 4 * len(rounds)
-
-
-def speculate(folder: Path, head: Path) -> list[tuple[int, int]]:
-    """Drafted and accepted tokens of the engine's greedy chains of 4, for each held-out prompt."""
-    spec = SpecConfig("eagle", str(head), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
-    engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
-    prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
-    found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
-    return [(c.metrics.spec.num_draft_tokens, c.metrics.spec.num_accepted_tokens) for c in found]
+    spec = SpecConfig("eagle", str(trained / "head"), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
+    assert_learned_and_counted(folder, trained, spec, 2)
 
 
 def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "whole")
-    run(folder, tmp_path / "parts", stop_after=5)
-    assert len(losses(tmp_path / "parts")) == 5
-    run(folder, tmp_path / "parts", resume=True)
-    whole, parts = tensors(tmp_path / "whole" / "head"), tensors(tmp_path / "parts" / "head")
-    assert all(torch.equal(whole[n], parts[n]) for n in whole)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    assert_resumed_equals_whole(folder, tmp_path, recipe_for(folder), 5)
 
 
 def test_texts_that_are_written_stay(folder: Path, tmp_path: Path) -> None:
     """Deleted states are computed again, bit for bit; a damaged file of texts is refused."""
-    run(folder, tmp_path / "out", stop_after=1)
+    run(folder, tmp_path / "out", recipe_for(folder), stop_after=1)
     files = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "texts").rglob("*.safetensors")}
     read = {p: load_file(str(p))["states"] for p in (tmp_path / "out" / "states").rglob("*.safetensors")}
     for path in read:
         path.unlink()
-    run(folder, tmp_path / "out", resume=True, stop_after=1)
+    run(folder, tmp_path / "out", recipe_for(folder), resume=True, stop_after=1)
     assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "texts").rglob("*.safetensors")}
     again = [p for p in read if p.exists()]
     assert again and all(torch.equal(load_file(str(p))["states"], read[p]) for p in again)
     damaged = next(iter(files))
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ConfigError, match="delete it and run again"):
-        run(folder, tmp_path / "out", resume=True)
+        run(folder, tmp_path / "out", recipe_for(folder), resume=True)
 
 
 def test_the_cache_of_states_changes_nothing(folder: Path, tmp_path: Path) -> None:
     """A head trained without room for states has the same weights."""
-    run(folder, tmp_path / "kept", stop_after=4)
+    run(folder, tmp_path / "kept", recipe_for(folder), stop_after=4)
     run(folder, tmp_path / "none", recipe_for(folder, states_gb=0.0), stop_after=4)
     assert not list((tmp_path / "none" / "states").rglob("*.safetensors"))
-    kept, none = tensors(tmp_path / "kept" / "head"), tensors(tmp_path / "none" / "head")
+    kept, none = tensors(tmp_path / "kept"), tensors(tmp_path / "none")
     assert all(torch.equal(kept[n], none[n]) for n in kept)
 
 
@@ -230,7 +168,7 @@ def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
     config = read_head_config(head)
     expected = expected_tensors(config)
     del expected["embed_tokens.weight"]
-    found = tensors(head)
+    found = tensors(head.parent)
     assert {n: tuple(t.shape) for n, t in found.items() if n != "t2d"} == expected
     assert found["d2t"].dtype == torch.int64
     ids = torch.arange(150) + found["d2t"]
@@ -309,7 +247,7 @@ def test_prompts_are_read_before_anything_is_spent(
     if content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=words):
-        run(folder, tmp_path / "out", **{name: path})
+        run(folder, tmp_path / "out", recipe_for(folder), **{name: path})
     assert not (tmp_path / "out").exists()
 
 
@@ -318,4 +256,4 @@ def test_what_is_there_is_not_written_over_and_prompts_are_needed(folder: Path, 
         run_head(recipe_for(folder), Sources(), tmp_path, quiet=True)
     (tmp_path / "mine.txt").write_text("kept")
     with pytest.raises(ConfigError, match="--resume"):
-        run(folder, tmp_path)
+        run(folder, tmp_path, recipe_for(folder))
