@@ -57,7 +57,6 @@ def test_shapes(heads, kv_heads, dim, page):
     assert (attend(p).double() - exact_attention(p, 0.3)).abs().max() <= 2e-5
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_do_not_know_their_company(name):
     """The bits are the same alone, in another cache, with another block size, and in a chain instead of a tree."""

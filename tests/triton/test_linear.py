@@ -203,7 +203,6 @@ def test_small_ops():
 # --- bits ---
 
 
-@pytest.mark.bits
 @every_format
 def test_rows_do_not_know_their_company(name):
     _, w = packed(name, 33, 64)
@@ -215,7 +214,6 @@ def test_rows_do_not_know_their_company(name):
         ), count
 
 
-@pytest.mark.bits
 def test_a_row_keeps_its_bits_as_others_join_it():
     """Row counts on both sides of every tile border; `test_the_cut_...` shows that other counts run the same code."""
     _, w = packed("w4a16-g32", 8, 64)

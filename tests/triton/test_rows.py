@@ -20,7 +20,6 @@ def packed(name: str, O: int, K: int) -> QuantTensor:  # noqa: E741
     return backend.pack(QuantScheme.parse(name).encode(randn(O, K, seed=1)))
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(
     ("form", "group"), [("single", 1), ("bf16", 320), ("half", 320), ("int8", 64), ("int8", 320), ("fp8", 64)]
 )
@@ -41,7 +40,6 @@ def test_wide_gated_rows_have_the_bits_of_whole_ones(gate, form, group, monkeypa
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", ["bf16", "w4a16-g32", "w4a8-g32", "fp8-a8", "w8a8"])
 def test_shares_added_and_normed_at_once_have_the_bits_of_both(name, monkeypatch):
     """The next product uses the prepared rows if they are for its norm and kind of weight."""

@@ -39,7 +39,6 @@ def chosen(w: QuantTensor, num_rows: int, capability: tuple[int, int] = (9, 0)) 
     return wide.way(cuts.tiling(w), host.form_for(w), w.group != w.shape[1], num_rows, capability)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize(("name", "split"), [*((name, 2) for name in FORMATS), ("bf16", 1), ("w4a16-g32-asym", 1)])
 def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
     """Shares are added in ascending order with any tile. Some rows belong to a second wide tile."""

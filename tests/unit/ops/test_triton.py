@@ -53,13 +53,6 @@ def test_in_the_interpreter():
     run_cases([p.name for p in sorted(CASES.glob("test_*.py")) if p.name != "test_rounds.py"], TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow  # a part of the test above: `make test-bits` runs it alone
-@pytest.mark.bits
-@runs_interpreter
-def test_bits_in_the_interpreter():
-    run_cases([""], "-m", "bits", TRITON_INTERPRET="1")
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("name", sorted(p.name for p in CASES.glob("test_*.py") if p.name not in CPU_ONLY))
 def test_on_the_gpu(name):
