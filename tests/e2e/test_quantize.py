@@ -79,17 +79,8 @@ def test_json_and_tables(model: Path, text: Path, tmp_path: Path, capsys: pytest
 
 def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 12})
-    argv = [
-        "quantize",
-        str(tmp_path / "model"),
-        "--method",
-        "awq",
-        "--scheme",
-        "w4a16-g32",
-        "-o",
-        str(tmp_path / "out"),
-    ]
-    argv += ["--calibration", str(text), "--samples", "8", "--length", "64"]
+    argv = ["quantize", str(tmp_path / "model"), "--method", "awq", "--scheme", "w4a16-g32"]
+    argv += ["-o", str(tmp_path / "out"), "--calibration", str(text), "--samples", "8", "--length", "64"]
     process = subprocess.Popen(
         command(*argv),
         stdout=subprocess.PIPE,
@@ -112,9 +103,6 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["--scheme", "w4a8"], "-o is missing"),
-        (["--scheme", "w4a61", "-o", "out"], "did you mean 'w4a16'"),
-        (["--method", "gptg", "-o", "out"], "did you mean 'gptq'"),
-        (["--method", "gptq", "-o", "out"], "give --calibration FILE"),
         (["--options", "{", "-o", "out"], "no JSON object"),
         (["-o", "."], "exists"),
         (["-o", "out", "--report", "--text", "t.txt", "--plot", "page.pdf"], ".png"),
