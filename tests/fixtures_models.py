@@ -182,6 +182,23 @@ VARIANTS: dict[str, Variant] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    "ministral3": Variant(
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        length=60,
+        without=_plain_rope,
+    ),
     "gemma3": Variant(
         "Gemma3ForCausalLM",
         {

@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
     "SmolLM3ForCausalLM": "llama",
     "GraniteForCausalLM": "llama",
+    "Ministral3ForCausalLM": "llama",
+    "Mistral3ForConditionalGeneration": "llama",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -52,6 +54,7 @@ GGUF_ARCHITECTURES = {
     "gemma4-assistant": ("Gemma4AssistantForCausalLM", "gemma4_assistant"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "granite": ("GraniteForCausalLM", "granite"),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -59,6 +62,7 @@ GGUF_ARCHITECTURES = {
 }
 
 WITH_FACTORS = ("SmolLM3ForCausalLM", "GraniteForCausalLM")  # Llamas that differ in more than flags of their layers
+MSCALES = ("mscale", "mscale_all_dim")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
@@ -392,9 +396,11 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     if low >= high:
         raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
     factor = positive_number(scaling, "factor", 1.0, where)
-    magnitude = 0.1 * math.log(max(factor, 1.0)) + 1.0 if kind == "yarn" else 1.0
-    if kind == "yarn" and "mscale" in scaling:
-        raise ModelLoadError(f"{where}: mscale of yarn is not supported")
+    # Of yarn: the growth for `mscale`, relative to that for `mscale_all_dim` where both are given.
+    growth = [0.1 * positive_number(scaling, n, 1.0, where) * math.log(max(factor, 1.0)) + 1.0 for n in MSCALES]
+    magnitude = growth[0] / (growth[1] if all(n in scaling for n in MSCALES) else 1.0) if kind == "yarn" else 1.0
+    if kind == "yarn" and "mscale" in scaling and "mscale_all_dim" not in scaling:
+        raise ModelLoadError(f"{where}: mscale of yarn without mscale_all_dim is not supported")
     return RopeConfig(
         theta=theta,
         kind=kind,

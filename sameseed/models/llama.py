@@ -34,7 +34,11 @@ class Llama(Decoder):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         name = raw["architectures"][0]
+        if name.startswith(("Ministral3", "Mistral3")):
+            raw = {**raw, "sliding_window": raw.get("sliding_window")}
         base = base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
+        if (raw.get("rope_parameters") or {}).get("llama_4_scaling_beta"):  # queries further out would be scaled
+            return replace(base, max_model_len=min(base.max_model_len, base.rope.original_max_len))
         if name == "SmolLM3ForCausalLM":
             every = whole_number(raw, where, "no_rope_layer_interval", 4)
             turns = raw.get("no_rope_layers") or [(i + 1) % every for i in range(base.num_layers)]
@@ -50,9 +54,13 @@ class Llama(Decoder):
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         from sameseed.models.gguf.config import number
 
-        granite = raw["architectures"][0] == "GraniteForCausalLM"
-        factors = {name: number(file, "granite", key) for key, name in GRANITE.items()} if granite else {}
-        return super().gguf_config(file, raw) | factors
+        more = super().gguf_config(file, raw)
+        if raw["architectures"][0] == "GraniteForCausalLM":
+            more |= {name: number(file, "granite", key) for key, name in GRANITE.items()}
+        if raw["architectures"][0] == "Ministral3ForCausalLM":
+            scales = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+            more["rope_parameters"] = raw["rope_parameters"] | scales
+        return more
 
     @classmethod
     def read(cls, reader: WeightReader, dense: str) -> ModelWeights:

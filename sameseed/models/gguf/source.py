@@ -37,7 +37,7 @@ KEPT = {
     **kquants.TYPES,
 }
 DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
-PAIRS_BESIDE = ("llama", "smollm3", "granite")  # architectures that store rotary pairs side by side
+PAIRS_BESIDE = ("llama", "smollm3", "granite", "mistral3")  # architectures that store rotary pairs side by side
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # all experts of a layer are one tensor, with one more axis
 OTHER_PARTS = ("v.", "mm.", "a.")  # tensors of vision and audio towers begin so
 
