@@ -46,6 +46,8 @@ def forget(device: str) -> None:
 class There:
     """A tensor source that reads on the CPU and moves its tensors to the device."""
 
+    place = "cpu"  # where its tensors come to be
+
     def __init__(self, source: Any, device: str) -> None:
         self.source, self.device = source, device
 
@@ -54,13 +56,13 @@ class There:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
-        with torch.device("cpu"):  # files must be read on the CPU, whatever the default device is
+        with torch.device(self.place):
             found: Tensor = self.source.tensor(name)
         return found.to(self.device)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of a matrix."""
-        with torch.device("cpu"):
+        with torch.device(self.place):
             found: Tensor = self.source.rows(name, start, stop)
         return found.to(self.device)
 
@@ -70,17 +72,8 @@ class Made(There):
 
     def __init__(self, source: Any, device: str) -> None:
         super().__init__(source, device)
+        self.place = device
         source.__dict__["_device"] = device  # its noise is drawn on the CPU: the same values on every device
-
-    def tensor(self, name: str) -> Tensor:
-        with torch.device(self.device):
-            found: Tensor = self.source.tensor(name)
-        return found
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        with torch.device(self.device):
-            found: Tensor = self.source.rows(name, start, stop)
-        return found
 
 
 def copied(x: Any) -> Any:
