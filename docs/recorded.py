@@ -234,12 +234,10 @@ def gguf(found: list[Record]) -> str:
 
 def certificates(found: list[Record]) -> str:
     """What certificates compared in each configuration: of each check the largest run, and what differed in any."""
-    known: dict[tuple[str, ...], list[Record]] = {}
+    known: dict[tuple[str, str], list[Record]] = {}
     for r in found:
-        c = r["config"]
         if not r.get("mutants"):
-            key = (Path(c["model"]).stem, c["label"], c["format"], c["kv_format"])
-            known.setdefault(key, []).append(r)
+            known.setdefault((Path(r["config"]["model"]).stem, r["config"]["label"]), []).append(r)
     sizes = {"L1": "products", "L2": "compared_rows", "L3": "tokens", "L6": "texts", "L5": "sequences"}
     rows = []
     for key, mine in sorted(known.items(), key=lambda item: item[1][-1]["time"], reverse=True):
@@ -251,9 +249,10 @@ def certificates(found: list[Record]) -> str:
         }
         differing = sum(v for c in checks for k, v in c.items() if k.startswith("differing"))
         efforts = max(r["effort"] for r in mine)
-        row = [key[0], key[1], f"{key[2]}, {key[3]}", "full" if efforts == 1 else f"{100 * efforts:.2g} %"]
+        formats = ", ".join(dict.fromkeys(r["config"]["format"] for r in mine))
+        row = [*key, formats, "full" if efforts == 1 else f"{100 * efforts:.2g} %"]
         rows.append([*row, *(f"{n:,}" if n else "" for n in most.values()), f"{differing:,.0f}"])
-    head = ["model", "draft", "weights, cache", "largest size", "products", "logits rows", "greedy tokens"]
+    head = ["model", "draft", "weights", "largest size", "products", "logits rows", "greedy tokens"]
     head += ["seeded outputs", "outputs of the law", "differing"]
     return f"{markdown(head, rows, range(4, 10))}\n\nThe newest: {origins(found[-1:])}"
 
