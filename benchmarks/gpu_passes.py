@@ -102,16 +102,16 @@ def measure_costs(
     shared = {"shape": sizes.shape, "format": format, "kv_format": subject.kv_format}
     of_one: dict[tuple[str, int], float] = {}  # by part and context: a pass over one row
 
-    def record(part: str, job: Pass, ms: float, **more: Any) -> None:
+    def record(part: str, job: Pass, median: float, **more: Any) -> None:
         if job.kind == "chain" and job.rows == 1:
-            of_one[part, job.context] = ms
+            of_one[part, job.context] = median
         base, work = of_one.get((part, job.context)) if job.kind == "chain" else None, subject.work(job)
         shares = {
-            "read_share": 1e3 * work.memory_s(known) / ms,
-            "compute_share": 1e3 * work.compute_s(known, "bf16") / ms,
+            "read_share": 1e3 * work.memory_s(known) / median,
+            "compute_share": 1e3 * work.compute_s(known, "bf16") / median,
         }
-        what = {"kind": job.kind, "context": job.context, "rows": job.rows, "median_ms": ms}
-        tell({"part": part, **shared, **what, "c": None if base is None else ms / base, **shares, **more})
+        what = {"kind": job.kind, "context": job.context, "rows": job.rows, "median_ms": median}
+        tell({"part": part, **shared, **what, "c": None if base is None else median / base, **shares, **more})
 
     subject.seconds(jobs[0])
     for job in jobs:
@@ -119,8 +119,8 @@ def measure_costs(
             once = subject.seconds(job)
             taken = [1e3 * subject.seconds(job) for _ in range(REPEATS if once < LONG else FEWEST)]
             more = {"weight_bytes": subject.weight_bytes, "peak_bytes": memory.peak(device), "load_s": loaded}
-            ms = statistics.median(taken)
-            record("costs", job, ms, ms=taken, tokens_per_s=1e3 * job.rows / ms, **more)
+            median = statistics.median(taken)
+            record("costs", job, median, ms=taken, tokens_per_s=1e3 * job.rows / median, **more)
     for job in (
         job for job in jobs if job.kind == "batch" or (job.kind == "chain" and job.context == min(sizes.contexts))
     ):
@@ -129,28 +129,21 @@ def measure_costs(
             record("device", job, 1e3 * seconds, timed_by=how)
 
 
-class _Catch:
-    """A stand-in for a model that keeps the batch instead of computing it."""
-
-    batch: Batch
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def run(self, batch: Batch, cache: Any, captures: Any) -> tuple[Any, None, None]:
-        self.batch = batch.without_chains().on(self.device)  # the form that passes by CUDA graphs use
-        return None, None, None
-
-
 def forward_of(subject: TimedModel, job: Pass) -> Callable[[], object]:
     """The model's forward pass alone, with its batch already on the device."""
     runner, model = subject.runner, subject.runner.model
-    catch = runner.model = _Catch(model.device)  # type: ignore[assignment]
+    batches: list[Batch] = []
+
+    def run(batch: Batch, *rest: Any) -> Any:
+        batches.append(batch.without_chains().on(model.device))  # the form that passes by CUDA graphs use
+        return type(model).run(model, batch, *rest)
+
+    model.run = run  # type: ignore[method-assign]
     try:
         subject.seconds(job)
     finally:
-        runner.model = model
-    return lambda: model.forward(catch.batch, runner.cache)
+        del model.run
+    return lambda: model.forward(batches[-1], runner.cache)
 
 
 @torch.inference_mode()

@@ -98,7 +98,7 @@ class Stage:
 
 def chain(head: Any, k: int, batches: tuple[int, ...] = (1,), policy: str = "fixed") -> Arm:
     """The head's chains."""
-    return Arm(SpecConfig("eagle", HEAD, k, policy=policy, options={"top_k": 1}), (head,), batches)
+    return Arm(SpecConfig("eagle", HEAD, num_draft_tokens=k, policy=policy, options={"top_k": 1}), (head,), batches)
 
 
 def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format: str, warm: bool = False) -> None:
@@ -109,8 +109,8 @@ def measure_speculation(sizes: Sizes, ops: Ops, device: str, tell: Tell, format:
     head = head_twin(sizes.shape, target, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     arms = [Arm(SpecConfig(), batches=few), chain(head, 3, few), chain(head, 5), chain(head, 2)]
-    arms += [Arm(SpecConfig("eagle", HEAD, 8), (head,)), chain(head, 8, few, "goodput")]
-    arms += [Arm(SpecConfig("draft_model", DRAFT, k), (draft,), b) for k, b in ((4, few), (7, (1,)))]
+    arms += [Arm(SpecConfig("eagle", HEAD, num_draft_tokens=8), (head,)), chain(head, 8, few, "goodput")]
+    arms += [Arm(SpecConfig("draft_model", DRAFT, num_draft_tokens=k), (draft,), b) for k, b in ((4, few), (7, (1,)))]
     Stage(sizes, sizes.shape, target, format, device, tell).run_all(arms, warm)
 
 
@@ -121,8 +121,13 @@ def measure_large(sizes: Sizes, ops: Ops, device: str, tell: Tell, warm: bool = 
     target = twin(TARGET, sizes.large_shape, quant, ops, device)
     draft = twin(DRAFT, sizes.draft_shape, quant, ops, device)
     head = head_twin(sizes.large_shape, target, quant, ops, device)
-    arms = [Arm(SpecConfig()), *(Arm(SpecConfig("draft_model", DRAFT, k), (draft,)) for k in (5, 8))]
+    arms = [Arm(SpecConfig()), *(Arm(SpecConfig("draft_model", DRAFT, num_draft_tokens=k), (draft,)) for k in (5, 8))]
     for k, n in ((8, 4), (12, 4)):
-        arms.append(Arm(SpecConfig("cascade", DRAFT, k, below=(SpecConfig("ngram", num_draft_tokens=n),)), (draft,)))
+        arms.append(
+            Arm(
+                SpecConfig("cascade", DRAFT, num_draft_tokens=k, below=(SpecConfig("ngram", num_draft_tokens=n),)),
+                (draft,),
+            )
+        )
     arms += [chain(head, 3), chain(head, 5)]
     Stage(sizes, sizes.large_shape, target, sizes.large_format, device, tell).run_all(arms, warm)
