@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
-from recorded import ROOT, Record, last_of_each, lines, origins, short
+from recorded import ROOT, Record, last_of_each, lines, origins, real_records, short
 from studied import largest
 
 from sameseed.report.plot import Panel, Series, draw
@@ -24,12 +24,6 @@ class Picture:
     about: str
     words: str
     columns: int = 2
-
-
-def real_records() -> list[Record]:
-    """The newest record of each decoding on trained models that others made."""
-    found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
-    return last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "label")))
 
 
 def chosen(temperature: float) -> str:

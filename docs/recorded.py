@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean
+from string import ascii_lowercase
 from types import ModuleType
 from typing import Any
 
@@ -84,11 +85,21 @@ def yes(same: bool) -> str:
     return "yes" if same else "NO"
 
 
+def real_records() -> list[Record]:
+    """The newest record of each decoding on trained models of others."""
+    found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
+    return last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "label")))
+
+
+def embedded_records() -> list[Record]:
+    """The records of `make bench` with the packaged pair."""
+    return [r for r in lines("bench") if r["config"]["model"].startswith("embedded")]
+
+
 def summary(_: list[Record]) -> str:
     """README's table: trained models of others first, then the packaged pair, then shapes with made-up weights."""
-    real, shapes = lines("real"), lines("shapes")
-    found = last_run(real) if real else []
-    found += [r for r in last_run(lines("bench")) if r["config"]["num_draft_tokens"] in (0, 5)]
+    shapes = lines("shapes")
+    found = [*real_records(), *(r for r in last_run(embedded_records()) if r["config"]["num_draft_tokens"] in (0, 5))]
     sizes = sorted({r["config"]["num_parameters"] for r in shapes})
     for size, temperature in ((s, t) for s in sizes for t in (0.0, 0.8)):
         found += last_run(
@@ -104,7 +115,7 @@ def summary(_: list[Record]) -> str:
         large = f"{size / 1e3:.1f} B" if size > 999 else f"{size:.0f} M" if size > 99 else f"{size:.1f} M"
         model = f"{large[:-4]}B-shaped, made-up weights" if r in shapes else f"{name}, {large}"
         of = f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])} runs".replace(" 1 runs", " 1 run")
-        mark = "abcdefgh"[marks.index(measured_on(r))]
+        mark = ascii_lowercase[marks.index(measured_on(r))]
         cell = f"**{r['speedup']:.2f}x**, {r['tokens_per_s']:.0f} tokens/s ({of}) {mark}"
         rows.setdefault((f"{model}, {c['format']}", short(c["label"])), {})[c["temperature"]] = cell
     head = ["model", "draft", "greedy", "temperature 0.8"]
@@ -118,13 +129,13 @@ def summary(_: list[Record]) -> str:
 
 def short(label: str) -> str:
     """A decoding's label without the default policy and its maximum."""
-    return re.sub(r" k=12| goodput| w4a8$", "", label)
+    return re.sub(r" k=12| w4a8(?= goodput|$)| goodput", "", label)
 
 
-def bench(found: list[Record]) -> str:
+def bench(_: list[Record]) -> str:
     """The newest run with the embedded pair: speed-ups, greedy and sampled."""
     rows: dict[str, list[str]] = {}
-    found = last_run(found)
+    found = last_run(embedded_records())
     for r in found:
         if r["config"]["draft"] != "none":
             cells = [f"{r['speedup']:.2f}x ({r['prediction']['speedup']:.2f}x)", f"{r['acceptance_rate']:.0%}"]
