@@ -124,7 +124,7 @@ def summary(_: list[Record]) -> str:
     about = (
         f"Speed-up over plain decoding, tokens/s, (prompts x most tokens). All outputs equal plain decoding's: {same}. "
     )
-    return f"{table}\n\n{about}{'; '.join(map(': '.join, zip('abcdefgh', marks)))}."
+    return f"{table}\n\n{about}{'; '.join(map(': '.join, zip(ascii_lowercase, marks)))}."
 
 
 def short(label: str) -> str:
