@@ -26,12 +26,12 @@ from sameseed.errors import ConfigError, RequestError, SameseedError, Vocabulary
 from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_batch
 from sameseed.measure.passes import Pass, TimedModel, interleaved_seconds
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.quality import advice, suite
+from sameseed.measure.quality import suite
 from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
 from sameseed.measure.quality.show import CHAIN, CONTEXT, make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
-from sameseed.measure.quality.variant import Footprint, Variant, footprint, stored
+from sameseed.measure.quality.variant import Footprint, Variant, footprint, measured_advice, recorded_advice, stored
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, prompts_name, read_prompts
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
@@ -336,11 +336,11 @@ def _judge(
         drafted = records[at]["comparison"]["as_draft"]
         own_rate = 1.0 if not at else None if drafted is None or variants[at] == v else drafted["acceptance_rate"]
         its["warnings"] = warnings(made, records[0], own_rate)
-        told = advice.recorded(v)
+        told = recorded_advice(v)
         lost = its["perplexity_ratio"] and its["perplexity_ratio"]["value"]
         if asked.advise and not told and its["perplexity_ratio"] and (lost is None or lost > ADVICE_RATIO):
             text, _ = asked.text.read(asked.settings.data)
-            told = advice.measured(v, variants[0], text, asked.engine, progress)
+            told = measured_advice(v, variants[0], text, asked.engine, progress)
         its["advice"] = [asdict(a) for a in told]
 
 

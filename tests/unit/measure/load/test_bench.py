@@ -302,10 +302,6 @@ def test_lengths_are_checked(text: str) -> None:
         parse_shape(text, 1.0)
 
 
-def test_lengths_are_scaled() -> None:
-    assert parse_shape("2000-200", 0.1) == Shape(200, 20) and parse_shape("3-3", 0.01) == Shape(1, 1)
-
-
 @pytest.mark.parametrize("given", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_addresses(given: str) -> None:
     assert wire.base_url(given) == "http://h:1"

@@ -16,7 +16,7 @@ from sameseed import LLM
 from sameseed.cli.console import show_table
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.measure.quality import advice, compare, show
+from sameseed.measure.quality import compare, show, variant as variants
 from sameseed.measure.quality.compare import Comparing, Comparison
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
@@ -174,13 +174,15 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(
 def test_advice_comes_from_the_quantizer_s_own_record(tmp_path: Path) -> None:
     write_model(tmp_path)
     variant = Variant(str(tmp_path))
-    assert advice.recorded(variant) == []
+    assert variants.recorded_advice(variant) == []
     rows = [{"modules": ["model.layers.1.mlp.down_proj"], "reason": "half of the loss"}, {"modules": "x"}, 3]
     (tmp_path / "quantization.json").write_text(json.dumps({"recommendation": rows}))
-    assert advice.recorded(variant) == [advice.Recommendation(("model.layers.1.mlp.down_proj",), "half of the loss")]
+    assert variants.recorded_advice(variant) == [
+        variants.Recommendation(("model.layers.1.mlp.down_proj",), "half of the loss")
+    ]
     for broken in ("{", "[]", '{"recommendation": 4}', "null"):
         (tmp_path / "quantization.json").write_text(broken)
-        assert advice.recorded(variant) == []
+        assert variants.recorded_advice(variant) == []
 
 
 def test_advice_is_measured_where_nothing_is_recorded(
@@ -195,9 +197,9 @@ def test_advice_is_measured_where_nothing_is_recorded(
         found = next(value for part, value in reversed(nats.items()) if part in llm.config.format)
         return SimpleNamespace(nats=found)
 
-    monkeypatch.setattr(advice, "perplexity", perplexity)
+    monkeypatch.setattr(variants, "perplexity", perplexity)
     tried: list[str] = []
-    rows = advice.measured(
+    rows = variants.measured_advice(
         Variant(target, "w4a8"), Variant(target), "a text", {}, lambda stage, *_: tried.append(stage.split("keep, ")[1])
     )
     assert tried == ["embedding, head", "first layer", "last layer", "attention", "down projections"]
@@ -210,9 +212,9 @@ def test_advice_is_measured_where_nothing_is_recorded(
     }
     gains = [a.recovered / a.added_bytes for a in rows if a.recovered and a.added_bytes]
     assert len(gains) == 3 and gains == sorted(gains, reverse=True)
-    assert advice.measured(Variant(target), Variant(target), "a text", {}) == []
+    assert variants.measured_advice(Variant(target), Variant(target), "a text", {}) == []
     nats["w4a8"] = 99.0  # nothing lost
-    assert advice.measured(Variant(target, "w4a8"), Variant(target), "a text", {}) == []
+    assert variants.measured_advice(Variant(target, "w4a8"), Variant(target), "a text", {}) == []
 
 
 # --- variants ---
