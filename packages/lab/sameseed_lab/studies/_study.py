@@ -102,14 +102,14 @@ class Study:
     @classmethod
     def read(
         cls,
-        name: str,
+        file: str,
         cells: Callable[[StudySetup], Seq[Cell]],
         derive: Callable[[Records], list[Row]],
         findings: Callable[[list[Row]], list[str]],
         more: Callable[[list[Row]], tuple[list[Plot], list[Table]]] = lambda rows: ([], []),
     ) -> Study:
-        """The study whose texts and figures are in NAME.toml."""
-        found = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+        """The study of a module `file`, whose texts and figures are in the TOML file beside it."""
+        found = tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="utf-8"))
         texts = {key: found.pop(key) for key in ("title", "source", "differs", "data")}
         return cls(**texts, cells=cells, derive=derive, findings=findings, more=more, layout=found)
 
@@ -137,7 +137,7 @@ class Study:
 
     def _plot(self, plot: Mapping[str, Any], rows: list[Row], theirs: list[Row]) -> Plot:
         """A panel for each measure and, where the plot is split by a field, each of that field's values."""
-        panels, by = [], plot.get("split", "cell_of_all")
+        panels, by = [], plot.get("split", "")
         mine = matching(rows, plot.get("where", {}))
         beside = [t for t in theirs if t["part"].get("plot") == plot["name"] and _same_setting(mine, t)]
         values = dict.fromkeys(row.get(by) for row in mine)

@@ -83,4 +83,4 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     return [Plot("prompts", "Tokens of the prompts", [panel])], []
 
 
-STUDY = Study.read("assisted", cells, derive, findings, more)
+STUDY = Study.read(__file__, cells, derive, findings, more)

@@ -39,4 +39,4 @@ def findings(rows: list[Row]) -> list[str]:
     return said
 
 
-STUDY = Study.read("concurrency", cells, derive, findings)
+STUDY = Study.read(__file__, cells, derive, findings)

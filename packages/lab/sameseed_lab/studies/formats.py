@@ -81,4 +81,4 @@ def findings(rows: list[Row]) -> list[str]:
     return said
 
 
-STUDY = Study.read("formats", cells, derive, findings)
+STUDY = Study.read(__file__, cells, derive, findings)

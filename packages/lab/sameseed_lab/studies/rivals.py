@@ -271,4 +271,4 @@ def text_table(texts: list[Row]) -> Table:
     return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", f"{name}: times faster"), rows)
 
 
-STUDY = Study.read("rivals", cells, derive, findings, more)
+STUDY = Study.read(__file__, cells, derive, findings, more)

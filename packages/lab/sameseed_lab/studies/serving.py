@@ -92,4 +92,4 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     return [Plot("drafts", "What rounds draft", [drafts]), Plot("rounds", "Where the time of rounds goes", panels)], []
 
 
-STUDY = Study.read("serving", cells, derive, findings, more)
+STUDY = Study.read(__file__, cells, derive, findings, more)
