@@ -33,9 +33,9 @@ def render(
     """The HTML page. `left_out`: names of cells without records, with the reason."""
     last = next((r for r in reversed(records) if "repetitions" in r), records[-1])
     drafted = [same for r in records if (same := same_text(r)) is not None]
-    machine: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
+    facts: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
     loads = [r["machine"]["load_1min"] for r in records]
-    machine["load in the minute before each cell"] = f"{min(loads):g} to {max(loads):g}" if loads else ""
+    facts["load in the minute before each cell"] = f"{min(loads):g} to {max(loads):g}" if loads else ""
     return _TEMPLATES.get_template("study.html").render(
         title=f"Study: {name}",
         head=study.title,
@@ -46,7 +46,7 @@ def render(
         compared=len(drafted),
         unequal=drafted.count(False),
         left_out=left_out,
-        machine=machine,
+        machine=facts,
     )
 
 
@@ -61,6 +61,12 @@ def ours(last: Mapping[str, Any]) -> str:
     kinds = {"small": "the embedded family", "true": "twins of the embedded family at true shapes"}
     kind = kinds.get(last["size"]) or " with ".join(last["models"].values())
     return (
-        f"{kind} on {last['machine']['cpu']}, {last['machine']['threads']} threads; {count}, at most "
+        f"{kind} on {machine(last)}; {count}, at most "
         f"{c['max_tokens']} tokens each, {len(last['repetitions'])} x interleaved, medians"
     )
+
+
+def machine(record: Mapping[str, Any]) -> str:
+    """The machine of a record: its GPU, or its processor and threads."""
+    its = record["machine"]
+    return str(its.get("gpu") or f"{its['cpu']}, {its['threads']} thread{'s' * (its['threads'] > 1)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -108,25 +108,16 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
     last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
     about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} runs", _page.SPREAD)
     drawn = list[Path]()
+    who = " + ".join(setup.names.values()) if setup.size == "real" else f"{name}, {setup.size}"
     for p in report.plots:
-        title = (
-            f"{p.title}: {' + '.join(setup.names.values())}"
-            if setup.size == "real"
-            else f"{p.title}: {name}, {setup.size}"
-        )
-        drawn += drawing.draw(p.panels, setup.out / f"{name}-{p.name}", f"{title}, {_machine(last)}", about, p.columns)
+        title = f"{p.title}: {who}, {_page.machine(last)}"
+        drawn += drawing.draw(p.panels, setup.out / f"{name}-{p.name}", title, about, p.columns)
     page = setup.out / f"{name}.html"
     left_out = [
         (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
     ]
     page.write_text(_page.render(name, study, report, found, left_out), encoding="utf-8")
     return [page, *drawn]
-
-
-def _machine(record: Mapping[str, Any]) -> str:
-    machine = record["machine"]
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    return str(machine.get("gpu") or f"{machine['cpu']}, {threads}")
 
 
 def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:
