@@ -19,12 +19,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +47,29 @@ PARTS = {
     "large": ("gpu_twins", "measure_large"),
     "transformers": ("gpu_passes", "measure_transformers"),
 }
-Take = Callable[[dict[str, Any]], None]
 
 
 class TimeUp(BaseException):  # a BaseException, so that no `except Exception` swallows it
     """A part's time is over: its records so far stand, the rest is left out."""
 
 
+def tell(job: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Append one record to the file of a run, and print it in one line."""
+    if "omit" in found:
+        found = {"part": "omit", "what": f"{job['name']}: {found['omit']}", "why": found["why"]}
+        print(f"  left out: {found['what']}: {found['why']}", flush=True)
+    with open(job["out"], "a", encoding="utf-8") as file:
+        file.write(json.dumps({**job["shared"], "time": record.now(), "shape": job["sizes"]["shape"], **found}) + "\n")
+    if words := gpu_summary.words(found):
+        print(f"  {words}", flush=True)
+
+
 def work() -> None:
-    """The worker process: run the job from stdin (one JSON line) and write JSON lines; ends by itself."""
+    """The worker process: run the job from stdin (one JSON line), and end."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end when the parent ends, so that the device is released
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to the log
-
-    def tell(found: Mapping[str, Any]) -> None:
-        print(json.dumps(found), file=out, flush=True)
 
     def ring(*_: object) -> None:
         raise TimeUp
@@ -70,102 +77,64 @@ def work() -> None:
     for module, _ in PARTS.values():  # imported before the job comes; who needs a broken one reports it
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-    if line := sys.stdin.readline().strip():
-        job = json.loads(line)
-        signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, max(0.1, job["seconds"]))
-        try:
-            backend = ops.resolve(job["backend"], job["device"])
-            module, name = PARTS[job["kind"]]
-            function = getattr(importlib.import_module(module), name)
-            function(Sizes.from_dict(job["sizes"]), backend, job["device"], tell, **job["arguments"])
-            if backend.name == "triton":  # ops whose kernel did not compile ran on the reference
-                guard = importlib.import_module("sameseed.ops.triton.guard")
-                tell({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
-        except TimeUp:
-            tell({"omit": "the rest", "why": f"its {job['seconds']:.0f} s were over; what is recorded was done before"})
-        except Exception as error:
-            traceback.print_exc()
-            tell({"omit": "the rest", "why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]})
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        tell({"done": True})
+    job = json.loads(sys.stdin.readline())
+    say = partial(tell, job)
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, job["seconds"]))
+    try:
+        backend = ops.resolve(job["backend"], job["device"])
+        module, name = PARTS[job["kind"]]
+        function = getattr(importlib.import_module(module), name)
+        function(Sizes.from_dict(job["sizes"]), backend, job["device"], say, **job["arguments"])
+        if backend.name == "triton":  # ops whose kernel did not compile ran on the reference
+            guard = importlib.import_module("sameseed.ops.triton.guard")
+            say({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
+    except TimeUp:
+        say({"omit": "the rest", "why": f"its {job['seconds']:.0f} s were over; what is recorded was done before"})
+    except Exception as error:
+        traceback.print_exc()
+        say({"omit": "the rest", "why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]})
     os._exit(0)  # an orderly shutdown of the device context takes seconds, and may hang after a fault
 
 
-class Worker:
-    """A worker process, which waits for its job; its stderr goes to `log`."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def run(self, job: Mapping[str, Any], seconds: float, take: Take) -> str | None:
-        """Run a job for at most `seconds`, and call `take` with each line. Returns None, or why it failed."""
-        alarm = threading.Timer(seconds + GRACE, self.end)
-        alarm.start()
-        done = False
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({**job, "seconds": seconds}).encode() + b"\n")
-            self.process.stdin.close()
-        for line in self.process.stdout:
-            with contextlib.suppress(ValueError):  # not a record: a library's output
-                found = json.loads(line)
-                done = done or "done" in found
-                if "done" not in found:
-                    take(found)
-        alarm.cancel()
-        self.end()
-        last = self.log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
-        return None if done else f"its process ended early: {last[-1][:300] if last else 'it said nothing'}"
-
-    def end(self) -> None:
-        """Kill the process and all that it started."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
 class Run:
-    """All parts, one after the other; the next part's worker starts ahead. Its records go to a file and to `lines`."""
+    """All parts, one after the other; the next part's worker starts ahead."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, shared: Mapping[str, Any]) -> None:
         self.args, self.sizes, self.log = args, sizes, args.out.with_suffix(".log")
-        self.shared = {"schema": SCHEMA, "run": record.now(), **shared}
-        self.lines: list[dict[str, Any]] = []
-        self.left_out: list[dict[str, str]] = []
-        self.limits: dict[str, Any] | None = None
+        self.job = {"sizes": asdict(sizes), "device": args.device, "backend": args.backend, "out": str(args.out)}
+        self.job |= {"name": "run", "shared": {"schema": SCHEMA, "run": record.now(), **shared}}
         self.until = time.monotonic() + 60 * sizes.minutes
-        self.workers: list[Worker] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
 
-    def write(self, found: Mapping[str, Any]) -> None:
-        """Append one record, and print it in one line."""
-        line = {**self.shared, "time": record.now(), **found}
-        self.lines.append(line)
-        with self.args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if words := gpu_summary.words(found):
-            print(f"  {words}", flush=True)
+    def lines(self) -> list[dict[str, Any]]:
+        """The records of this run so far."""
+        found = [json.loads(line) for line in self.args.out.read_text().splitlines()]
+        return [x for x in found if x["run"] == self.job["shared"]["run"]]
 
-    def omit(self, what: str, why: str) -> None:
-        """Note and print that something was not measured."""
-        self.left_out.append({"what": what, "why": why})
-        print(f"  left out: {what}: {why}", flush=True)
-
-    def worker(self) -> Worker:
-        """A new worker."""
-        self.workers.append(Worker(self.log))
+    def worker(self) -> subprocess.Popen[bytes]:
+        """A new worker, which waits for its job; its stderr goes to the log."""
+        with self.log.open("ab") as errors:
+            command = [sys.executable, __file__, "--worker"]
+            self.workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, start_new_session=True))
         return self.workers[-1]
 
-    def job(self, part: Part, **more: Any) -> dict[str, Any]:
-        """What a worker must know of a part."""
-        limits = {"limits": self.limits} if part.kind == "costs" else {}
-        shared = {"sizes": asdict(self.sizes), "device": self.args.device, "backend": self.args.backend}
-        return {**shared, "kind": part.kind, "arguments": {**part.arguments, **limits, **more}}
+    def give(self, worker: subprocess.Popen[bytes], part: Part, seconds: float, **more: Any) -> None:
+        """Let a worker run a part for at most `seconds`. A process that failed or hangs is ended and noted."""
+        if part.kind == "costs":
+            more["limits"] = next((x for x in self.lines() if x["part"] == "limits"), None)
+        arguments = {**part.arguments, **more}
+        job = {**self.job, "kind": part.kind, "name": part.name, "seconds": seconds, "arguments": arguments}
+        try:
+            worker.communicate(json.dumps(job).encode() + b"\n", timeout=seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            tell(job, {"omit": "the rest", "why": f"it did not answer after its {seconds:.0f} s and was killed"})
+        except OSError:  # it ended before it read its job
+            pass
+        end(worker)
+        if worker.returncode:
+            last = self.log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
+            tell(job, {"omit": "the rest", "why": f"its process ended early: {last[-1][:300] if last else 'no word'}"})
 
     def all(self) -> None:
         """Compile the kernels in many processes at once, then run the parts in order of importance."""
@@ -173,29 +142,27 @@ class Run:
         warm = [p for p in todo if p.kind in ("costs", "speculation", "large")]
         if self.args.device != "cpu" and warm:
             with ThreadPoolExecutor(len(warm)) as pool:
-                jobs = [(self.worker(), self.job(p, warm=True)) for p in warm]
-                list(pool.map(lambda pair: pair[0].run(pair[1], COMPILE, lambda found: None), jobs))
+                pairs = [(self.worker(), part) for part in warm]
+                list(pool.map(lambda pair: self.give(*pair, COMPILE, warm=True), pairs))
         spare = self.worker()
         for i, part in enumerate(todo):
             worker, spare = spare, self.worker() if i + 1 < len(todo) else spare
             later, left = sum(p.seconds for p in todo[i + 1 :]), self.until - time.monotonic()
             seconds = min(left, part.seconds + min(part.seconds, max(0.0, left - part.seconds - later)))
             print(f"{part.name} (at most {seconds:.0f} s, {left:.0f} s left)", flush=True)
-            why = (
-                worker.run(self.job(part), seconds, lambda x, part=part: self.take(part, x))
-                if seconds > 1
-                else "no time"
-            )
-            if why is not None:
-                self.omit(part.name, why)
+            if seconds > 1:
+                self.give(worker, part, seconds)
+            else:
+                tell({**self.job, "name": part.name}, {"omit": "all of it", "why": "no time"})
 
-    def take(self, part: Part, found: dict[str, Any]) -> None:
-        """Keep what a part reports."""
-        if "omit" in found:
-            self.omit(f"{part.name}: {found['omit']}", found["why"])
-            return
-        self.limits = found if found.get("part") == "limits" else self.limits
-        self.write({"shape": self.sizes.shape, **found})
+
+def end(worker: subprocess.Popen[bytes]) -> None:
+    """Kill a worker, if it still runs, and all that it started."""
+    if worker.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+        worker.returncode = 0
 
 
 def parse() -> tuple[argparse.Namespace, Sizes]:
@@ -237,15 +204,16 @@ def main() -> int:
     shared = {"commit": record.commit(), "machine": record.machine(), "device": args.device, "dry_run": args.dry_run}
     shared |= {"backend": backend.name, "row_invariant": backend.row_invariant, "cuda": torch.version.cuda}
     run = Run(args, sizes, shared)
-    run.write({"part": "plan", "sizes": asdict(sizes)})
+    tell(run.job, {"part": "plan", "sizes": asdict(sizes)})
     try:
         run.all()
     finally:  # an interrupted run is summarized too
         for worker in run.workers:
-            worker.end()
-        run.write({"part": "end", "left_out": run.left_out})
+            end(worker)
+        left_out = [{"what": x["what"], "why": x["why"]} for x in run.lines() if x["part"] == "omit"]
+        tell(run.job, {"part": "end", "left_out": left_out})
         print(f"records in {args.out}, errors in {run.log}")
-        print(gpu_summary.text(run.lines), flush=True)
+        print(gpu_summary.text(run.lines()), flush=True)
     return 0
 
 
