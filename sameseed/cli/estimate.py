@@ -86,19 +86,14 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
 
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
+    names = ("kv_format", "draft_format", "acceptance", "context", "prompt_tokens", "run", "threads")
     asked = Question(
         args.model or (args.shape or "").lower(),
         args.format,
-        args.kv_format,
-        args.draft,
-        args.draft_format,
-        args.acceptance,
-        args.context,
-        args.prompt_tokens,
-        numbers("batch", args.batch),
-        None if args.memory is None else read_bytes(args.memory),
-        args.run,
-        args.threads,
+        drafts=args.draft,
+        batches=numbers("batch", args.batch),
+        available=None if args.memory is None else read_bytes(args.memory),
+        **{name: getattr(args, name) for name in names},
     )
     if args.run and (args.cost is not None or args.machine_read is not None or args.machine_ops is not None):
         raise ConfigError("--run tries the model here: leave out --cost, --machine-read and --machine-ops")

@@ -123,24 +123,19 @@ def requested(args: TuneArgs) -> TuneRequest:
     drafts = args.drafts or _usual(args.model)
     for text in drafts:
         draft_choice(text, args.model)  # a bad one fails here, with the nearest name
+    names = ("formats", "kv_formats", "draft_formats", "draft_vocabularies", "objective", "quality", "quality_tokens")
     return TuneRequest(
         args.model,
         tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
         SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
         drafts,
-        args.formats,
-        args.kv_formats,
-        args.draft_formats,
-        args.draft_vocabularies,
-        numbers("batch", args.batch),
-        tuple(sorted(numbers("threads", args.threads), reverse=True)) or (None,),
-        args.objective,
-        parse_slo(args.slo),
-        args.quality,
-        "" if args.quality_text is None else text_of(args.quality_text),
-        args.quality_tokens,
-        args.seconds,
+        batches=numbers("batch", args.batch),
+        threads=tuple(sorted(numbers("threads", args.threads), reverse=True)) or (None,),
+        slo=parse_slo(args.slo),
+        quality_text="" if args.quality_text is None else text_of(args.quality_text),
+        seconds=args.seconds,
         settings={"device": args.device},
+        **{name: getattr(args, name) for name in names},
     )
 
 
