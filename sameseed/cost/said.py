@@ -45,11 +45,12 @@ class SaidTokens:
     def vocabulary(self, draft: Decoder, target: Decoder) -> str:
         """The drafter's option `vocabulary`: a JSON list of the tokens whose rows pay, or "" for all."""
         total, once = self.counts.total(), sum(n == 1 for n in self.counts.values())
+        new = max(once / total, total**-0.5) if total else 1.0  # Good and Turing's share; more where outputs repeat
         ranked, size = self.counts.most_common(), draft.config.vocab_size
         row, whole, every = draft.weights.lm_head.nbytes / size, _read(draft), _read(target)
         found, best, share = 0, speed(whole, every, RIGHT), 1.0
         for n in (1 << i for i in range(6, len(ranked).bit_length())):
-            known = sum(count for _, count in ranked[:n]) / total * (1.0 - once / total)  # Good and Turing: what is new
+            known = sum(count for _, count in ranked[:n]) / total * (1.0 - new)
             if (fast := speed(whole - (size - n) * row, every, RIGHT * known)) > best:
                 found, best, share = n, fast, known
         say = "draft vocabulary: %d of %d tokens, %.1f %% of what the target says (%d tokens counted)"
