@@ -53,8 +53,7 @@ class SaidTokens:
             known = sum(count for _, count in ranked[:n]) / total * (1.0 - new)
             if (fast := speed(whole - (size - n) * row, every, RIGHT * known)) > best:
                 found, best, share = n, fast, known
-        say = "draft vocabulary: %d of %d tokens, %.1f %% of what the target says (%d tokens counted)"
-        log.info(say, found or size, size, 100 * share, total)
+        log.info("draft vocabulary: %d of %d tokens, %.1f %% of the target's", found or size, size, 100 * share)
         return json.dumps(sorted(token for token, _ in ranked[:found])) if found else ""
 
 

@@ -193,8 +193,7 @@ def _estimate(
         whole = replace(cost, levels=(d.steps,))
         lengths[d.text] = lengths_by_batch(whole, d.acceptance.at(0.5), LENGTHS, most, context)
     sources = {d.text: d.acceptance.source for d in drafts}
-    figures = speeds(cost, drafts, asked.sizes, context)
-    return Estimate(asked.model, context, prompt, figures, lengths, sources, **own)
+    return Estimate(asked.model, context, prompt, speeds(cost, drafts, asked.sizes, context), lengths, sources, **own)
 
 
 def _profiled(profile: Profile, target: Sheet) -> RoundCost:

@@ -18,9 +18,8 @@ from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.paper import Sheet, sheet
 from sameseed.tuned import TunedFigure
 
-# Bytes of the interpreter with PyTorch and 16 MiB of plans and arenas, and of a token in the tokenizer: PyTorch 2.13 for
-# CPUs, tokenizers 0.22, Linux, with vocabularies of 1,000, 49,000 and 152,000. tests/e2e/test_peak_memory.py holds
-# estimates against processes.
+# Bytes of the interpreter with PyTorch 2.13 for CPUs, plans of passes included, and of a token in the tokenizer (0.22).
+# tests/e2e/test_peak_memory.py holds estimates against processes, with vocabularies of 1,000, 49,000 and 152,000.
 PROGRAM, TOKEN = 252 << 20, 900
 
 
@@ -58,10 +57,9 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
     longest = {b: max(0, min(limit, (room // b - state) // row // BLOCK_SIZE * BLOCK_SIZE)) for b in batches}
     cache = batches[-1] * (context * row + state)
     start = PROGRAM + TOKEN * target.config.vocab_size + weights
-    # Not all parts of a pass exist at one time: about half of them.
-    own = pass_bytes(target.config, min(MAX_NUM_ROWS, context), MAX_NODES + 1 if drafts else 1) // 2
-    interval = (start + cache, start + max(LOADING_BYTES, cache + scratch))
-    figure = TunedFigure(float(start + cache + own), float(interval[0]), float(interval[1]), "paper")
+    passed = pass_bytes(target.config, min(MAX_NUM_ROWS, context), MAX_NODES + 1 if drafts else 1)
+    middle, high = start + cache + passed // 2, start + max(LOADING_BYTES, cache + scratch)  # half exists at one time
+    figure = TunedFigure(float(middle), float(start + cache), float(high), "paper")
     most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE + state))
     return Memory(available, target.weights, draft_weights, row, cache, start, figure, longest, most)
 

@@ -20,7 +20,6 @@ from sameseed.engine.llm import LLM
 
 def peak():  # of this program alone; ru_maxrss also counts the process that started it
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-
 before = peak()
 llm = LLM(sys.argv[1], draft="none")
 llm.generate([[5 + i % 500 for i in range(int(sys.argv[2]))]], max_tokens=1)

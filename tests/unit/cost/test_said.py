@@ -24,11 +24,10 @@ def test_rows_that_the_target_never_needs_are_cut(pair: Pair, pair_folders: tupl
     assert said.vocabulary(pair.draft, pair.target) == "", "nothing was counted yet"
     said.add([token for token in range(100, 164) for _ in range(50)])
     assert json.loads(said.vocabulary(pair.draft, pair.target)) == list(range(100, 164))
-    again = SaidTokens(pair_folders[0])
-    assert again.counts == said.counts
-    again.counts.clear()
-    again.add(range(200))
-    assert again.vocabulary(pair.draft, pair.target) == "", "each token is new: the next one will be, too"
+    assert SaidTokens(pair_folders[0]).counts == said.counts
+    said.counts.clear()
+    said.add(range(200))
+    assert said.vocabulary(pair.draft, pair.target) == "", "each token is new: the next one will be, too"
 
 
 def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders: tuple[Path, Path]) -> None:
