@@ -222,8 +222,7 @@ class TargetBench:
 
 def no_time(setting: str, asked: TuneRequest) -> Loser:
     """The entry of a setting that there was no time to measure."""
-    note = f"none was left to measure it: give more than --seconds {asked.seconds:g}"
-    return Loser({"setting": setting}, "time", note=note)
+    return Loser({"setting": setting}, "time", note=f"none was left for it: give more than --seconds {asked.seconds:g}")
 
 
 def load_targets(

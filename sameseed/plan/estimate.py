@@ -18,10 +18,11 @@ from typing import Any
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import ModelSteps, RoundCost, lengths_by_batch
+from sameseed.cost.round import MAX_NUM_ROWS, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
+from sameseed.engine.memory import pass_bytes
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits, from_rates
@@ -250,8 +251,7 @@ def _owning(spec: SpecConfig) -> list[SpecConfig]:
     owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
     if owns and owns != "target" and spec.model is None:
         raise ConfigError(f"--draft {spec.method} needs a model: write {spec.method}:MODEL")
-    below = [level for b in spec.below for level in _owning(b)]
-    return [*below, spec] if owns else below
+    return [*(level for b in spec.below for level in _owning(b)), *([spec] if owns else [])]
 
 
 def _plan(
@@ -276,9 +276,11 @@ def _plan(
         parts.append((own, _draft_cost(own, limits, profile)))
     if not parts:
         return DraftPlan(text, ModelSteps(each=SEARCH), chance)
-    weights, row = sum(own.weights for own, _ in parts), sum(own.row for own, _ in parts)
     slowest = max((cost for _, cost in parts), key=lambda cost: cost.target(1, 1, CONTEXT))
-    return DraftPlan(text, ModelSteps(slowest.passes, at_once), chance, weights, row, slowest.grade, slowest.spread)
+    sizes = [(own.weights, own.row, pass_bytes(own.config, MAX_NUM_ROWS, 1)) for own, _ in parts]
+    weights, row, passing = (sum(each) for each in zip(*sizes, strict=True))
+    steps = ModelSteps(slowest.passes, at_once)
+    return DraftPlan(text, steps, chance, weights, row, passing, slowest.grade, slowest.spread)
 
 
 def _check_vocabulary(model: str, target: Sheet, path: Path, draft: Sheet) -> None:

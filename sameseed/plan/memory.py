@@ -58,6 +58,7 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
     cache = batches[-1] * (context * row + state)
     start = PROGRAM + TOKEN * target.config.vocab_size + weights
     passed = pass_bytes(target.config, min(MAX_NUM_ROWS, context), MAX_NODES + 1 if drafts else 1)
+    passed += max((d.passing for d in drafts), default=0)
     middle, high = start + cache + passed // 2, start + max(LOADING_BYTES, cache + scratch)  # half exists at one time
     figure = TunedFigure(float(middle), float(start + cache), float(high), "paper")
     most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE + state))

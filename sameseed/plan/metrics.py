@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,3 @@ def _of_json(row: Any) -> Counted | None:
             running=1.0,
         )
     return None
-
-
-assert {f.name for f in fields(Counted)} >= {*COUNTERS, *GAUGES, *LABELLED}

@@ -82,7 +82,7 @@ def _from_file(path: Path) -> AcceptChances:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft: its proposals, its acceptance, and the bytes of its weights and of a row of its cache.
+    """A draft: its proposals, its acceptance, and the bytes of its weights, a row of its cache, and a pass.
 
     `grade`, `spread`: those of the proposals' costs; None for a search in a text, which costs next to nothing.
     """
@@ -92,6 +92,7 @@ class DraftPlan:
     acceptance: AcceptChances
     weights: int = 0
     row: int = 0
+    passing: int = 0
     grade: str | None = None
     spread: float = 0.0
 
