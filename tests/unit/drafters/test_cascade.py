@@ -154,6 +154,21 @@ def test_indexes_forget_what_is_taken_back() -> None:
         assert drafter.propose([seq], [4]).tokens.tolist() == direct.propose([fresh], [4]).tokens.tolist()
 
 
+def test_a_model_forgets_what_is_taken_back(pair: Pair) -> None:
+    """After `rewind` and other tokens in their place, a draft model guesses as one that never saw what was there."""
+    drafter, fresh = (make_engine(pair, "draft_model", k=4).drafter for _ in range(2))
+    seq = Sequence(0, PROMPTS[0], GREEDY, 2)
+    for i, (guessed, kept) in enumerate([([3, 4, 9, 9], 2), ([11, 12, 9, 11], 0), ([5, 1, 2, 3], 3)], 1):
+        seq.token_ids += guessed
+        drafter.propose([seq], [4])
+        drafter.rewind(seq, len(seq) - len(guessed) + kept)
+        del seq.token_ids[len(seq) - len(guessed) + kept :]
+        seq.token_ids += [20 + i, 30 + i, 40 + i, 50 + i]
+        again = Sequence(i, seq.token_ids, GREEDY, 2)
+        again.num_prompt = seq.num_prompt
+        assert drafter.propose([seq], [4]).nodes(0) == fresh.propose([again], [4]).nodes(0)
+
+
 # --- the drafter `first` ---
 
 
