@@ -316,53 +316,17 @@ def test_packing_and_back(name, backend, shape):
 # --- int8 and fp8 activations ---
 
 INTEGERS = [
-    "w8a8",
-    "w8a8-g32",
-    "w8a8n",
-    "w8a8n-g32",
-    "w4a8",
-    "w4a8-g32",
-    "w4a8-g64-asym",
-    "w4a8-channel",
-    "w4a8-channel-asym",
-    "w8a8n-channel",
-    "w4a8-qoq",
-    "w4a8-qoq-mse-g32",
-    "q6_k-a8",
-    "q5_0-a8",
-    "iq4_nl-a8",
-    "ternary-a8",
-    "ternary-a8-g32",
-]
+    "w8a8", "w8a8-g32", "w8a8n", "w8a8n-g32", "w4a8", "w4a8-g32", "w4a8-g64-asym", "w4a8-channel", "w4a8-channel-asym",
+    "w8a8n-channel", "w4a8-qoq", "w4a8-qoq-mse-g32", "q6_k-a8", "q5_0-a8", "iq4_nl-a8", "ternary-a8", "ternary-a8-g32",
+]  # fmt: skip
 FLOATS = [
-    "w8a16",
-    "w4a16",
-    "w4a16-g32-asym",
-    "w4a16-channel",
-    "nf4",
-    "nf4-dq",
-    "fp8",
-    "fp8-b128",
-    "fp8-auto",
-    "qoq-g64",
-    "mxfp4",
-    "int8n",
-    "ternary",
-]
+    "w8a16", "w4a16", "w4a16-g32-asym", "w4a16-channel", "nf4", "nf4-dq", "fp8", "fp8-b128", "fp8-auto", "qoq-g64",
+    "mxfp4", "int8n", "ternary",
+]  # fmt: skip
 SCHEMES = [
-    *INTEGERS,
-    *FLOATS,
-    "q2_k-a8",
-    "q4_k-a8",
-    "q5_k-a8",
-    "q4_1-a8",
-    "q5_1-a8",
-    "fp8-a8",
-    "fp8_e5m2-a8",
-    "fp8-a8-b128",
-    "bf16-a16",
-    "w8a8-outliers",
-]
+    *INTEGERS, *FLOATS, "q2_k-a8", "q4_k-a8", "q5_k-a8", "q4_1-a8", "q5_1-a8", "fp8-a8", "fp8_e5m2-a8", "fp8-a8-b128",
+    "bf16-a16", "w8a8-outliers",
+]  # fmt: skip
 INVARIANT = [b for b in backends() if ops.resolve(b).row_invariant]
 
 

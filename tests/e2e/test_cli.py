@@ -282,18 +282,6 @@ def test_a_command_whose_package_is_missing_names_it() -> None:
         assert f"pip install sameseed-{name}" in done.stderr
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "bench serve", "train head", "train draft"])
-def test_help_explains_every_flag(name: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main([*name.split(), "--help"])
-    usage, *lines = capsys.readouterr().out.splitlines()
-    assert usage.startswith(f"usage: sameseed {name} [-h]")
-    for flag, below in itertools.pairwise(lines):
-        if flag.startswith("│ -"):
-            explained = re.search(r"\S {2,}\S", flag.strip("│ ")) or re.match(r"│ {5,}\S", below)
-            assert explained, flag
-
-
 def test_version_no_arguments_and_words_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sameseed ")
