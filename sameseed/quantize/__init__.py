@@ -45,7 +45,7 @@ class Stats:
             total += size.sum(0).double()
             count += len(rows)
         if not hessian.isfinite().all():
-            raise ConfigError("the calibration text drives the model to NaN or infinity; are the weights sound?")
+            raise ConfigError("the model produced NaN or infinity on the calibration text; check the weights")
         return cls((hessian / max(count, 1)).float(), absmax, (total / max(count, 1)).float())
 
     def kept(self, key: object, make: Callable[[], Tensor]) -> Tensor:

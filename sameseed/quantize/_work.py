@@ -10,21 +10,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
 from sameseed.quantize._decoder import CPU, Block, Linear
 from sameseed.quantize._walk import ModuleError
 from sameseed.scheme import QuantTensor
+from sameseed.store import replacing
 
 MANIFEST = "manifest.json"
 PROBE = 1 << 20  # bytes at each end of a weight file that are hashed instead of the whole file
@@ -43,7 +43,9 @@ class WorkFolder:
         work = cls(out.with_name(f"{out.name}.partial"))
         if work.folder.exists():
             if not work.has(MANIFEST):
-                raise ConfigError(f"{work.folder} is in the way and no work of this command; move it")
+                raise ConfigError(
+                    f"{work.folder} already exists and was not created by this command; move or delete it"
+                )
             if resume:
                 begun = work.read_json(MANIFEST)
                 if not isinstance(begun, dict):
@@ -76,8 +78,17 @@ class WorkFolder:
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, all or nothing. Raises ModelSaveError where it cannot be written."""
-        with _settled(self.folder / name) as part:
-            part.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        self._write(name, json.dumps(value, indent=1).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self.folder / name
+        try:
+            with replacing(path) as file:
+                file.write(content)
+        except OSError as error:
+            raise ModelSaveError(
+                f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
+            ) from None
 
     def read_json(self, name: str) -> Any:
         """The inverse of write_json. Raises ConfigError where it cannot be read."""
@@ -104,8 +115,7 @@ class WorkFolder:
             if linear.bias is not None:
                 tensors[f"bias:{name}"] = linear.bias
         about = {"linears": json.dumps(linears), "errors": json.dumps([asdict(e) for e in errors])}
-        with _settled(self.folder / _layer_name(block.index)) as part:
-            save_file(tensors, str(part), metadata=about)
+        self._write(_layer_name(block.index), save(tensors, metadata=about))
 
     def read_layer(self, index: int) -> tuple[Block, list[ModuleError]]:
         """The inverse of write_layer, bit for bit. Raises ConfigError where the file is damaged."""
@@ -136,23 +146,6 @@ class WorkFolder:
 
 def _layer_name(index: int) -> str:
     return f"layer-{index:05d}.safetensors"
-
-
-@contextmanager
-def _settled(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` once its data is on the disk. Raises ModelSaveError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            part.unlink()  # an incomplete file only takes disk space
-        raise ModelSaveError(
-            f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
-        ) from None
 
 
 def fingerprint(folder: Path) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from sameseed.models.config import ModelConfig
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import rope_table
-from sameseed_train.head_model import DraftHead, Right, rope_scaling
+from sameseed_train.head_model import DraftHead, Drafts, rope_scaling
 from sameseed_train.head_recipe import HeadRecipe
-from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
+from sameseed_train.learning import Right
 from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
 from sameseed_train.states import TextStates
 
@@ -138,10 +138,10 @@ class BlockForTraining(DraftHead):
 
     def batch(self, texts: Seq[TextStates], columns: list[int], anchors: list[Tensor]) -> BlockBatch:
         """Blocks at `anchors` of each text; `columns`: indices of the head's captures among the stored states."""
-        width, num_guesses = self.config.target_hidden_size, self.config.num_guesses
+        width, num_drafts = self.config.target_hidden_size, self.config.num_guesses
         num = max(1, *(len(a) for a in anchors))
         longest = max(len(t.states) for t in texts)
-        tokens = torch.zeros(len(texts), num, num_guesses, dtype=torch.long)
+        tokens = torch.zeros(len(texts), num, num_drafts, dtype=torch.long)
         places, at = torch.zeros_like(tokens), torch.ones(len(texts), num, dtype=torch.long)
         counts = torch.zeros_like(tokens, dtype=torch.bool)
         states = torch.zeros(len(texts), longest, len(columns) * width)
@@ -149,7 +149,7 @@ class BlockForTraining(DraftHead):
         for b, (text, own) in enumerate(zip(texts, anchors, strict=True)):
             stored = text.states.view(len(text.states), -1, width)  # [N, L, C]
             states[b, : len(stored)] = stored[:, columns].flatten(1).float()
-            after = own[:, None] + torch.arange(num_guesses)  # position of the token before each draft
+            after = own[:, None] + torch.arange(num_drafts)  # position of the token before each draft
             inside = after.clamp(max=len(stored) - 1)
             at[b, : len(own)], counts[b, : len(own)] = own, after < len(stored)
             tokens[b, : len(own)] = text.ids.long()[inside]
@@ -184,20 +184,13 @@ class BlockForTraining(DraftHead):
             return lm_head
         return torch.cat((lm_head, self.markov_head.markov_w2.weight), dim=-1)
 
-    def loss(self, batch: BlockBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
-        """Weighted mean over drafts of KL + argmax_weight * CE; draft g has the weight exp(-g / decay).
-
-        lm_head [Vd, C + A]: `output_weight`, or some of its rows; wanted [P, Vd]: the target's logits.
-        """
-        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
-        counts, places = batch.counts, batch.places[batch.counts]
+    def drafts(self, batch: BlockBatch, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:
+        counts = batch.counts
         rows = self.output_rows(self.outputs(batch, embedding)[counts], batch.tokens[counts])
         decay = [math.exp(-g / recipe.block.decay) for g in range(counts.shape[-1])]
         weights = torch.tensor(decay, device=counts.device)
         shares = (weights / weights.sum() / counts.sum((0, 1)).clamp(min=1)).expand(counts.shape)[counts]
-        cross = fused_soft_cross_entropy(rows, lm_head, targets, shares, places)
-        loss: Tensor = cross - (shares * entropy[places]).sum()
-        return loss
+        return [(rows, batch.places[counts], shares)]
 
     def right(
         self, text: TextStates, columns: list[int], embedding: Tensor, lm_head: Tensor, ids: Tensor, num: int
@@ -227,9 +220,9 @@ class BlockForTraining(DraftHead):
         return {**self.config.settings(), "torch_dtype": dtype, "transformer_layer_config": layer}
 
     def forward(self, embedding: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
-        """embedding [B, K, S, C] of blocks, states [B, N, F], anchors int64 [B, K] -> normed outputs of guesses.
+        """embedding [B, K, S, C] of blocks, states [B, N, F], anchors int64 [B, K] -> normed outputs of the drafts.
 
-        The outputs are [B, K, num_guesses, C]; guess g is for the token g + 1 places after the anchor.
+        The outputs are [B, K, num_guesses, C]; draft g is for the token g + 1 places after the anchor.
         """
         rope: Tensor = self.rope  # type: ignore[assignment]
         n, size = states.shape[1], self.config.block_size

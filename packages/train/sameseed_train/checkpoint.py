@@ -17,7 +17,7 @@ from torch import nn
 
 from sameseed.errors import ConfigError
 from sameseed.models.safetensors_file import write_model
-from sameseed_train.model import LlamaForTraining, llama_config
+from sameseed_train.model import LlamaForTraining, ModelShape, llama_config
 from sameseed_train.optim import MuonAdamW
 
 
@@ -72,7 +72,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -
         for name, parameter in named.items():
             parameter.copy_(tensors[f"model.{name}"])
     if optimizer is not None:
-        optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress["optim_steps"])
+        optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress.pop("optim_steps"))
     return progress
 
 
@@ -94,3 +94,11 @@ def export_model(
     generation = {**ids, "eos_token_id": list(ends), "do_sample": False}
     weights = {n: p.to(torch.bfloat16) for n, p in model.named_parameters()}
     write_model(folder, weights, {"config.json": config, "generation_config.json": generation})
+
+
+def load_exported(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining:
+    """Load an exported model (bfloat16 weights) as float32, so that the weights which users get are measured."""
+    model = LlamaForTraining(shape, 0)
+    weights, _ = read_tensors(folder / "model.safetensors")
+    model.load_state_dict({name: w.float() for name, w in weights.items()})
+    return model.to(device).eval()

@@ -51,7 +51,7 @@ class OwnArgs:
     backend: str = "auto"  # backend (kernels) that runs the target
     threads: Annotated[int | None, option("N")] = None  # CPU threads
     seed: Annotated[int | None, option("N")] = None  # of texts, initial weights and data order
-    num_texts: Annotated[int | None, option("N")] = None  # texts that the target writes
+    num_texts: Annotated[int | None, option("N")] = None  # texts that the target generates
     new_tokens: Annotated[int | None, option("N")] = None  # most tokens of a text after its prompt
     steps: Annotated[int | None, option("N")] = None  # updates of the weights
     rows: Annotated[int | None, option("N")] = None  # texts per update
@@ -69,8 +69,8 @@ class HeadArgs(OwnArgs):
 
     layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads the inputs of these target layers
     draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can draft: the target's most frequent
-    kind: Annotated[str | None, option("eagle3|block")] = None  # block: guesses all tokens of a draft in one pass
-    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens guessed at once
+    kind: Annotated[str | None, option("eagle3|block")] = None  # block: predicts all tokens of a draft in one pass
+    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens drafted at once
     markov_rank: Annotated[int | None, option("N")] = None  # of a block head: rank of the last token's bias; 0: none
     num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
     mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
@@ -158,23 +158,17 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
         )
     from sameseed_train.draft import DraftRecipe, run_draft
     from sameseed_train.head import run_head
-    from sameseed_train.head_recipe import KINDS, HeadRecipe
+    from sameseed_train.head_recipe import HeadRecipe
     from sameseed_train.own import Sources, load_own_recipe
 
     sources = Sources(args.prompts, args.data, args.measure)
     how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}
+    kind, train = (HeadRecipe, run_head) if what == "head" else (DraftRecipe, run_draft)
+    recipe = with_flags(load_own_recipe(kind, args.recipe), args)
+    for need, flags in recipe.unused():
+        refuse_unused(flags, args, need)
     with resumable():
-        if what == "head":
-            head = with_flags(load_own_recipe(HeadRecipe, args.recipe), args)
-            for kind, flags in KINDS.items():
-                if kind != head.kind:
-                    refuse_unused(flags, args, f"--kind {kind}")
-            done = run_head(head, sources, args.out, **how)
-        else:
-            draft = with_flags(load_own_recipe(DraftRecipe, args.recipe), args)
-            if not draft.parallel:
-                refuse_unused(("mask_token",), args, "--parallel K")
-            done = run_draft(draft, sources, args.out, **how)
+        done = train(recipe, sources, args.out, **how)
     if args.json:
         print(json.dumps({what: str(done.folder), "results": done.results}))
         return 0

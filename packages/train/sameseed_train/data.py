@@ -7,7 +7,6 @@ every row starts like a prompt. Attention is not masked between the documents of
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import re
 import sysconfig
@@ -21,9 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sameseed.errors import ConfigError
+from sameseed.lines import objects
+from sameseed_train.made import made_texts
 from sameseed_train.recipe import ENDLESS, MADE, Recipe, SourceSettings
-from sameseed_train.records import record_texts
-from sameseed_train.sums import sum_texts
 from sameseed_train.tokenizer import ASSISTANT, BEGIN, END, USER, token_id
 
 # Parts of the standard library that are left out: tests, tables and vendored wheels.
@@ -49,25 +48,17 @@ class Document:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, object]]:
-    """Rows of a .jsonl.gz file. Raises ConfigError naming the line."""
+    """Rows of a .jsonl.gz file, with the strings `text` and `source`. Raises ConfigError naming the line."""
     if not path.is_file():
         raise ConfigError(f"no data file {path}; give the folder that holds the corpus with --data")
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
-            yield from (parse_row(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1))
+            for number, row in objects(lines, path):
+                if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("text", "source")):
+                    raise ConfigError(f"{path}:{number}: expected an object with the strings 'text' and 'source'")
+                yield row
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is damaged ({error}); fetch the data folder again") from None
-
-
-def parse_row(line: str, where: str) -> dict[str, object]:
-    """The JSON object of one line. Raises ConfigError unless it has the strings `text` and `source`."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        row = None
-    if isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("source"), str):
-        return row
-    raise ConfigError(f"{where}: expected an object with the strings 'text' and 'source'")
 
 
 def matching(rows: Iterable[dict[str, object]], source: SourceSettings) -> list[Document]:
@@ -116,8 +107,7 @@ def made_documents(source: SourceSettings, seed: int, *, held_out: bool) -> Iter
     if source.kind == "stdlib":
         yield from stdlib_documents(source.domain, held_out)
         return
-    texts = sum_texts if source.kind == "sums" else record_texts
-    for question, answer in texts(seed, held_out=held_out):
+    for question, answer in made_texts(source.kind, seed, held_out=held_out):
         turns = (("user", question), ("assistant", answer))
         yield Document(source.domain, source.kind, f"{question}\n{answer}", turns)
 

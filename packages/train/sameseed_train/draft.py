@@ -1,13 +1,16 @@
-"""`sameseed train draft`: train a small Llama on a target's distribution, over texts that the target writes.
+"""`sameseed train draft`: train a small Llama on a target's distribution, over texts that the target generates.
 
-With `parallel` the draft learns to draft that many tokens in one pass (`train/parallel.py`).
+With `parallel` the draft learns to draft that many tokens in one pass (`parallel.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +21,16 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.ops import normed_rows
-from sameseed_train.checkpoint import export_model
+from sameseed_train.card import sizes
+from sameseed_train.checkpoint import export_model, load_exported
+from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import LlamaForTraining, ModelShape
-from sameseed_train.own import Own, OwnRecipe, Sources, Trained, check_run, dense, write_all, write_results
-from sameseed_train.own_card import write_draft_card
+from sameseed_train.own import Own, OwnRecipe, Sources, dense
 from sameseed_train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
 from sameseed_train.recipe import TrainSettings
 from sameseed_train.states import TextStates
-from sameseed_train.trainer import Log, TrainJob, train
-
-NAME = "draft"  # of the job, and so of its checkpoint
+from sameseed_train.trainer import TrainJob
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,15 @@ class DraftSize:
 class DraftRecipe(OwnRecipe):
     """Everything that determines a draft's weights, except the data and the machine's arithmetic.
 
-    `begin`: an existing draft whose weights and sizes training starts from. `parallel`: number of tokens to draft in
-    one pass, over mask tokens (0: one token per pass); `mask_token`: id of the masks (-1: one that no text has).
-    `keep`, `least_kept`: a share max(keep^i, least_kept) of the guesses behind i masks is trained on.
+    `begin`: an existing model whose weights and sizes training starts from; `begin_layers`: with these of its layers
+    (empty: all). `parallel`: number of tokens to draft in one pass, over mask tokens (0: one token per pass);
+    `mask_token`: id of the masks (-1: one that no text has). `keep`, `least_kept`: a share max(keep^i, least_kept) of
+    the drafts behind i masks is trained on.
     """
 
     name: str = "draft"
     begin: str = ""
+    begin_layers: tuple[int, ...] = ()
     parallel: int = 0
     mask_token: int = -1
     keep: float = 0.7
@@ -70,6 +74,10 @@ class DraftRecipe(OwnRecipe):
             raise ConfigError(
                 f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
             )
+
+    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Flags that have no effect, by what they need."""
+        return [] if self.parallel else [("--parallel K", ("mask_token",))]
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
@@ -96,45 +104,89 @@ def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
     )
 
 
-def run_draft(
-    recipe: DraftRecipe,
-    sources: Sources,
-    out: Path,
-    *,
-    backend: str = "auto",
-    device: str = "cpu",
-    resume: bool = False,
-    quiet: bool = False,
-) -> Trained:
+def run_draft(recipe: DraftRecipe, sources: Sources, out: Path, shape: ModelShape | None = None, **how: Any) -> Trained:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
 
-    `backend` computes the target. With `resume`, written texts are kept and training continues from its last
-    checkpoint; then only the settings in `resume.EDITABLE` may differ from the first run. Raises ConfigError or
-    ModelLoadError with the remedy.
+    `shape`: its sizes, in place of the recipe's. `how`: see `learning.learn`.
     """
-    if sources.measure is not None:
-        raise ConfigError("a draft is not measured in training; leave --measure out, and use sameseed bench --prompts")
-    folder, config = check_run(recipe, sources, out, resume)
-    draft, mask = begin_draft(recipe, config)
-    masks = None
-    if recipe.parallel:
-        masks = MaskSettings(recipe.parallel, mask_of(mask, folder, config), recipe.keep, recipe.least_kept)
-    log = Log(out / "log.jsonl")
-    own = write_all(recipe, sources, folder, (), NAME, log, backend=backend, device=device, quiet=quiet)
-    if not recipe.begin:
-        with torch.no_grad():
-            components(draft.model.embed_tokens.weight, dense(own.target.ops, own.target.weights.lm_head).cpu())
-    draft.to(device)
-    parts = draft, own, recipe, out
-    job = draft_job(*parts) if masks is None else parallel_job(*parts, masks)
-    said = None if masks is None else {"pard_token": masks.mask, "spd_type": "pard", "para_num": masks.tokens}
-    progress = train(job, log, quiet=quiet)
-    export_model(draft, out / "draft", None, config.eos_token_ids, more=said)
-    for name, content in load_tokenizer(folder).as_files().items():
-        (out / "draft" / name).write_text(content, encoding="utf-8")
-    results = write_results(out, recipe, own.texts, draft.num_parameters(), progress)
-    write_draft_card(recipe, draft.shape, results, out / "draft")
-    return Trained(out / "draft", results)
+    if sources.measure is not None and recipe.parallel:
+        raise ConfigError("a draft in parallel is not measured here; leave --measure out, use sameseed bench --prompts")
+    return learn(recipe, sources, out, partial(DraftLearner, recipe, shape), **how)
+
+
+class DraftLearner:
+    """A draft in training (see `learning.Learner`)."""
+
+    name = "draft"
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, recipe: DraftRecipe, shape: ModelShape | None, folder: Path, target: ModelConfig) -> None:
+        """`folder`: the target's. Raises ConfigError for settings that do not suit it."""
+        self._recipe, self._folder, self._config = recipe, folder, target
+        self.model, mask = begin_draft(recipe, target, shape)
+        mask = mask_of(mask, folder, target) if recipe.parallel else -1
+        self._masks = MaskSettings(max(1, recipe.parallel), mask, recipe.keep, recipe.least_kept)
+        self.measured = not recipe.parallel
+
+    def job(self, own: Own, out: Path, device: str) -> TrainJob:
+        """The draft's training: KL(target || draft) + argmax_weight * CE on the target's argmax."""
+        recipe, draft, target = self._recipe, self.model, own.target
+        if not recipe.begin:
+            with torch.no_grad():
+                components(draft.model.embed_tokens.weight, dense(target.ops, target.weights.lm_head).cpu())
+        draft.to(device)
+        self.facts = {"embedding": target.weights.embedding.format}
+
+        def batch(step: int) -> MaskedRows:
+            texts, seed = own.batch(step), recipe.seed + step
+            return masked_rows(texts, target.config.hidden_size, self._masks, seed, str(target.device))
+
+        def loss(rows: MaskedRows) -> Tensor:
+            targets, entropy = soft_targets(teacher(target, rows.last), recipe.argmax_weight)
+            shares = torch.full_like(rows.places, 1.0 / max(1, len(rows.places)), dtype=entropy.dtype)
+            masked = (rows.positions, rows.seen) if recipe.parallel else ()
+            hidden = draft.hidden(rows.ids, *masked)[rows.counts]  # [R, C]
+            cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares, rows.places)
+            return cross - (shares * entropy[rows.places]).sum()
+
+        return TrainJob(self.name, draft, recipe.train, batch, loss, out, lambda rows: len(rows.places))
+
+    def export(self, folder: Path) -> None:
+        m, parallel = self._masks, self._recipe.parallel
+        more = {"pard_token": m.mask, "spd_type": "pard", "para_num": m.tokens} if parallel else None
+        export_model(self.model, folder, None, self._config.eos_token_ids, more=more)
+        for name, content in load_tokenizer(self._folder).as_files().items():
+            (folder / name).write_text(content, encoding="utf-8")
+
+    def right(self, folder: Path, own: Own) -> Callable[[TextStates], Right]:
+        """What tells which drafts of the exported model are right along a text.
+
+        Accepted tokens equal the text, so a draft depends on its place alone: one pass tells all.
+        """
+        draft = load_exported(folder, self.model.shape, str(own.target.device))
+
+        def right(text: TextStates) -> Right:
+            best = draft(text.ids[None, :-1].long().to(draft.device))[0].argmax(-1).cpu()
+            return [(best == text.ids[1:])[text.num_given :].tolist()] * NUM_DRAFT_TOKENS
+
+        return right
+
+    def about(self, results: dict[str, Any]) -> str:
+        """What the draft is, and its loss."""
+        recipe = self._recipe
+        begun = f" It began with the weights of `{recipe.begin}`." if recipe.begin else ""
+        parallel = ""
+        if recipe.parallel:
+            parallel = (
+                f" It drafts up to {recipe.parallel} tokens in one pass, over mask tokens (PARD: An et al., 2025); of "
+                f"drafts behind i masks a share max({recipe.keep:g}^i, {recipe.least_kept:g}) was trained on."
+            )
+        return (
+            f"Llama draft for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters: "
+            f"{sizes(self.model.shape)}, the target's tokenizer, tied embeddings, bfloat16.{parallel}\n\n"
+            f"Loss: KL(target || draft) plus {recipe.argmax_weight:g} times the cross entropy on the target's argmax."
+            f"{begun}"
+        )
 
 
 def components(embedding: Tensor, weight: Tensor) -> None:
@@ -144,13 +196,15 @@ def components(embedding: Tensor, weight: Tensor) -> None:
     embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
 
 
-def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTraining, int]:
+def begin_draft(
+    recipe: DraftRecipe, target: ModelConfig, shape: ModelShape | None = None
+) -> tuple[LlamaForTraining, int]:
     """A new draft or the one that `recipe.begin` names; and the requested mask id, else the draft's own, else -1.
 
     Raises ConfigError for a draft that cannot be trained here.
     """
     if not recipe.begin:
-        return LlamaForTraining(draft_shape(recipe, target), recipe.seed), recipe.mask_token
+        return LlamaForTraining(shape or draft_shape(recipe, target), recipe.seed), recipe.mask_token
     if recipe.size != DraftSize():
         raise ConfigError(f"--begin {recipe.begin} has sizes of its own; leave out those of the recipe, or --begin")
     folder = resolve_model(recipe.begin)
@@ -165,12 +219,16 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
         raise ConfigError(
             f"--begin {recipe.begin} has {c.vocab_size} tokens, the target {target.vocab_size}; take a draft of its own"
         )
-    sizes = (c.hidden_size, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size)
+    layers = recipe.begin_layers or range(c.num_layers)
+    if not all(0 <= j < c.num_layers for j in layers):
+        raise ConfigError(f"begin_layers {list(layers)}: --begin {recipe.begin} has layers 0 to {c.num_layers - 1}")
+    widths = (c.hidden_size, len(layers), c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size)
     longest = min(c.max_model_len, target.max_model_len)
-    draft = LlamaForTraining(ModelShape(c.vocab_size, *sizes, c.rms_eps, c.rope.theta, longest), recipe.seed)
+    draft = LlamaForTraining(ModelShape(c.vocab_size, *widths, c.rms_eps, c.rope.theta, longest), recipe.seed)
     with torch.no_grad(), open_checkpoint(folder) as source:
         source.check(c)
-        for name, weight in draft.named_parameters():
+        for own_name, weight in draft.named_parameters():
+            name = re.sub(r"(?<=layers\.)\d+", lambda i: str(layers[int(i[0])]), own_name)
             weight.copy_(source.rows(name, 0, len(weight)) if weight.dim() == 2 else source.tensor(name))
     own = -1 if c.mask_token is None else c.mask_token
     return draft, own if recipe.mask_token < 0 else recipe.mask_token
@@ -182,59 +240,3 @@ def teacher(target: Decoder, last: Tensor) -> Tensor:
     with torch.inference_mode():
         logits = target.ops.product(normed_rows(last, w.norm, target.config.rms_eps), w.lm_head)
     return logits.clone()  # out of inference mode
-
-
-DraftBatch = tuple[Tensor, Tensor, Tensor]
-
-
-def draft_batch(texts: list[TextStates], width: int, device: str) -> DraftBatch:
-    """Padded texts: ids int64 [B, T]; counts bool [B, T]: places whose next token is trained on.
-
-    The first such place of a text is its last given token. last [R, C]: the target's states at these places.
-    """
-    lengths = [len(t.states) for t in texts]
-    ids = torch.zeros(len(texts), max(lengths), dtype=torch.long)
-    counts = torch.zeros_like(ids, dtype=torch.bool)
-    last = []
-    for b, (text, n) in enumerate(zip(texts, lengths, strict=True)):
-        first = min(n, max(0, text.num_given - 1))
-        ids[b, :n] = text.ids[:n].long()
-        counts[b, first:n] = True
-        last.append(text.states[first:n, -width:].float())
-    return ids.to(device), counts.to(device), torch.cat(last).to(device)
-
-
-def draft_job(draft: LlamaForTraining, own: Own, recipe: DraftRecipe, folder: Path) -> TrainJob:
-    """The draft's training on the target's texts: KL(target || draft) + argmax_weight * CE on the target's argmax."""
-    target, device, width = own.target, str(own.target.device), own.target.config.hidden_size
-
-    def batch(step: int) -> DraftBatch:
-        return draft_batch(own.batch(recipe, step), width, device)
-
-    def loss(rows: DraftBatch) -> Tensor:
-        ids, counts, last = rows
-        targets, entropy = soft_targets(teacher(target, last), recipe.argmax_weight)
-        shares = torch.full_like(entropy, 1.0 / max(1, len(entropy)))
-        hidden = draft.hidden(ids)[counts]  # [R, C]
-        cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares)
-        return cross - (shares * entropy).sum()
-
-    count: Callable[[DraftBatch], int] = lambda rows: int(rows[1].sum())  # noqa: E731
-    return TrainJob(NAME, draft, recipe.train, batch, loss, folder, count)
-
-
-def parallel_job(draft: LlamaForTraining, own: Own, recipe: DraftRecipe, folder: Path, masks: MaskSettings) -> TrainJob:
-    """Like `draft_job`, with masks behind the texts' tokens: masks learn the target's distribution too."""
-    target, device, width = own.target, str(own.target.device), own.target.config.hidden_size
-
-    def batch(step: int) -> MaskedRows:
-        return masked_rows(own.batch(recipe, step), width, masks, recipe.seed + step, device)
-
-    def loss(rows: MaskedRows) -> Tensor:
-        targets, entropy = soft_targets(teacher(target, rows.last), recipe.argmax_weight)
-        shares = torch.full_like(rows.places, 1.0 / max(1, len(rows.places)), dtype=entropy.dtype)
-        hidden = draft.hidden_where(rows.ids, rows.positions, rows.seen)[rows.counts]  # [R, C]
-        cross = fused_soft_cross_entropy(hidden, draft.model.embed_tokens.weight, targets, shares, rows.places)
-        return cross - (shares * entropy[rows.places]).sum()
-
-    return TrainJob(NAME, draft, recipe.train, batch, loss, folder, lambda rows: len(rows.places))

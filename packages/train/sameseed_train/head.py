@@ -1,86 +1,275 @@
-"""`sameseed train head`: the target writes texts, a head is trained to predict them, and its acceptance is measured."""
+"""`sameseed train head`: a draft head of either kind learns to predict a target on the target's own texts."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from sameseed import scheme
+from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle_loader import embedding_signs
-from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, rotation_of
-from sameseed.models.loader import load_tokenizer
+from sameseed.models.head_config import (
+    ROTATED_FOR,
+    TARGET_SIGNS,
+    BlockConfig,
+    HeadConfig,
+    read_head_config,
+    rotation_of,
+)
+from sameseed.models.layers import LayerWeights
+from sameseed.models.safetensors_file import write_model
+from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
-from sameseed_train import head_measure
-from sameseed_train.head_job import NAME, export_head, head_job, new_head, pack_head, start_from_target
+from sameseed_train.block_model import BlockForTraining
+from sameseed_train.card import sizes
+from sameseed_train.head_model import DraftHead, HeadForTraining
 from sameseed_train.head_recipe import HeadRecipe, head_config
-from sameseed_train.own import Sources, Trained, check_run, write_all, write_results
-from sameseed_train.own_card import write_head_card
+from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
+from sameseed_train.own import Own, Sources, dense
 from sameseed_train.parallel import mask_of
-from sameseed_train.seeds import Prompt, held_out, recipe_held_out
-from sameseed_train.states import StoredTexts
-from sameseed_train.trainer import Log, train
-
-FIRST_MEASURED = 64  # updates
-NUM_MEASURED = 128  # held-out prompts of a recipe's sources
-CURVE = "acceptance"  # the stage of log.jsonl
+from sameseed_train.states import StoredTexts, TextStates
+from sameseed_train.trainer import TrainJob
 
 
-def run_head(
-    recipe: HeadRecipe,
-    sources: Sources,
-    out: Path,
-    *,
-    backend: str = "auto",
-    device: str = "cpu",
-    resume: bool = False,
-    quiet: bool = False,
-    stop_after: int | None = None,
-) -> Trained:
-    """Train a head for `recipe.target` into `out/head`, which `--draft` accepts; `backend` computes the target.
-
-    The head is also written, and measured on held-out prompts, on the way: at `FIRST_MEASURED` updates and whenever
-    their number has doubled. With `resume`, written texts are kept and training continues from its last checkpoint;
-    then only the settings in `resume.EDITABLE` may differ from the first run, `train.steps` among them. `stop_after`
-    ends the run with a checkpoint after that many steps, like an interruption. Raises ConfigError or ModelLoadError
-    with the remedy.
-    """
-    folder, target_config = check_run(recipe, sources, out, resume)
-    mask = mask_of(recipe.block.mask_token, folder, target_config) if recipe.kind == "block" else None
-    config = head_config(recipe, target_config, mask)
-    prompts = held_out_prompts(recipe, sources, folder, target_config)  # before the expensive stages
-    log, layers, on = Log(out / "log.jsonl"), config.aux_layers or (), {"backend": backend, "device": device}
-    longest = max((len(ids) for ids, _ in prompts), default=0) + head_measure.NEW_TOKENS
-    own = write_all(recipe, sources, folder, layers, NAME, log, longest=longest, **on, quiet=quiet)
-    target_ids = frequent_tokens(own.texts, own.num_first, config.draft_vocab_size, target_config.vocab_size)
-    target_ids = None if target_ids is None else target_ids.to(device)
-    head = new_head(config, recipe.seed)
-    start_from_target(head, own.target, target_ids)
-    job = head_job(head.to(device), own, target_ids, recipe, out)
-    texts = head_measure.write_held_out(own, prompts, out / "held-out", recipe) if prompts else None
-    facts, progress, found = target_facts(folder, own.target), dict[str, Any](), dict[str, Any]()
-    for point in measured_at(recipe.train.steps, stop_after):
-        progress = train(job, log, quiet=quiet, stop_after=point)
-        if progress["step"] > point:  # measured before a resume
-            continue
-        export_head(head, target_ids, out / "head", facts=facts)
-        if texts is not None:
-            found = head_measure.measure_head(out / "head", own, texts, [domain for _, domain in prompts])
-            counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
-            log.write(stage=CURVE, **counts, acceptance=found)
-    more: dict[str, Any] = {"layers": layers, "embedding": own.target.weights.embedding.format}
-    if texts is not None:
-        more |= {"acceptance": found, "curve": head_measure.curve(log.read(CURVE))}
-    results = write_results(out, recipe, own.texts, head.num_parameters(), progress, **more)
-    write_head_card(recipe, config, results, out / "head")
+def run_head(recipe: HeadRecipe, sources: Sources, out: Path, **how: Any) -> Trained:
+    """Train a head for `recipe.target` into `out/head`, which `--draft` accepts; `how`: see `learning.learn`."""
+    done = learn(recipe, sources, out, partial(HeadLearner, recipe), **how)
     if recipe.store:
-        pack_head(out / "head", out / "packed", QuantScheme.parse(recipe.store))
-        shutil.copy(out / "head" / "README.md", out / "packed")
-    return Trained(out / "head", results)
+        pack_head(done.folder, out / "packed", QuantScheme.parse(recipe.store))
+        shutil.copy(done.folder / "README.md", out / "packed")
+    return done
+
+
+class HeadLearner:
+    """A head in training (see `learning.Learner`)."""
+
+    name = "head"
+    measured = True
+
+    def __init__(self, recipe: HeadRecipe, folder: Path, target: ModelConfig) -> None:
+        """`folder`: the target's. Raises ConfigError for settings that do not suit it."""
+        mask = mask_of(recipe.block.mask_token, folder, target) if recipe.kind == "block" else None
+        self._recipe, self._folder = recipe, folder
+        self.config = head_config(recipe, target, mask)
+        self.layers = self.config.aux_layers or ()
+        self.model = new_head(self.config, recipe.seed)
+
+    def job(self, own: Own, out: Path, device: str) -> TrainJob:
+        """The head's training, from initial weights of the target."""
+        head, recipe, target = self.model, self._recipe, own.target
+        columns = own.columns(self.config.captures(own.num_layers))
+        embedding = dense(target.ops, target.weights.embedding)
+        ids = frequent_tokens(own.texts, own.num_first, self.config.draft_vocab_size, len(embedding))
+        self._ids = None if ids is None else ids.to(device)
+        self._signs = target_facts(self._folder, target)
+        self.facts = {"layers": self.layers, "embedding": target.weights.embedding.format}
+        start_from_target(head, target, self._ids)
+        head.to(device)
+        tokens = Vocabulary(target, own.texts.counts(len(embedding)), self._ids, recipe.loss.candidates)
+
+        def batch(step: int) -> list[Any]:
+            generator = torch.Generator().manual_seed(recipe.seed + step)
+            return [head.lesson(texts, columns, recipe, step, generator) for texts in own.parts(step)]
+
+        def loss(batch_: Any) -> Tensor:
+            chosen = tokens.candidates(batch_.written)
+            lm_head = head.output_weight(tokens.lm_head if self._ids is None else head.lm_head.weight)
+            lm_head = lm_head if chosen is None else lm_head[chosen]
+            return head.loss(batch_, embedding, lm_head, tokens.teach(batch_.last, chosen), recipe)
+
+        return TrainJob(self.name, head, recipe.train, batch, loss, out, lambda batch_: batch_.num_trained)
+
+    def export(self, folder: Path) -> None:
+        export_head(self.model, self._ids, folder, facts=self._signs)
+
+    def right(self, folder: Path, own: Own) -> Callable[[TextStates], Right]:
+        """What tells which drafts of the exported head are right along a text."""
+        tensors = load_file(str(folder / "model.safetensors"))
+        ids = torch.arange(self.config.draft_vocab_size) + tensors.pop("d2t", 0)  # the target's ids of its tokens
+        tensors.pop("t2d", None)
+        head = new_head(read_head_config(folder), 0)
+        head.load_state_dict({n: t.float() for n, t in tensors.items()})
+        head.to(own.target.device)
+        columns, weights = own.columns(self.config.captures(own.num_layers)), own.target.weights
+        lm_head = dense(own.target.ops, weights.lm_head) if self._ids is None else head.lm_head.weight
+        embedding = dense(own.target.ops, weights.embedding)
+        return lambda text: head.right(text, columns, embedding, lm_head, ids, NUM_DRAFT_TOKENS)
+
+    def about(self, results: dict[str, Any]) -> str:
+        """What the head is, and its loss."""
+        recipe, c, layer = self._recipe, self.config, self.config.layer
+        whole = c.draft_vocab_size == layer.vocab_size
+        tokens = "shares embedding and LM head with its target"
+        tokens = tokens if whole else f"has {c.draft_vocab_size} of the target's {layer.vocab_size} tokens"
+        reads = f"the inputs of the target's layers {', '.join(map(str, self.layers))}"
+        if isinstance(c, BlockConfig):
+            kind = "Block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026)"
+            markov = f", with a Markov head of rank {c.markov_rank}" if c.markov_rank else ""
+            drafts = f"drafts {c.num_guesses} tokens in one pass over masks of the id {c.mask_token}{markov}"
+            how = f"draft g of a block counts exp(-g / {recipe.block.decay:g}), {recipe.block.anchors} blocks a text"
+        else:
+            kind, drafts = "EAGLE-3 head (Li et al., 2025)", "drafts a token at a time from its own features"
+            how = (
+                f"at {recipe.loss.unroll} steps on its own features, of which step s counts {recipe.loss.falloff:g}^s "
+                f"(the first {recipe.loss.alone:.0%} of the updates: step 0 alone)"
+            )
+        return (
+            f"{kind} for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters of its own: {sizes(layer)}. "
+            f"It reads {reads}, {tokens}, and {drafts}. bfloat16. Its layers began as the target's last.\n\n"
+            f"Loss: KL(target || head) plus {recipe.loss.argmax_weight:g} times the cross entropy on the target's "
+            f"argmax; {how}."
+        )
+
+
+def new_head(config: HeadConfig, seed: int) -> HeadForTraining | BlockForTraining:
+    """A head of the config's kind with random weights."""
+    return BlockForTraining(config, seed) if isinstance(config, BlockConfig) else HeadForTraining(config, seed)
+
+
+class Vocabulary:
+    """The tokens that a head learns, and which of them the loss of a batch covers.
+
+    lm_head [Vd, C]: the target's rows of these tokens, decoded. `count`: tokens per batch (0: all of them).
+    """
+
+    def __init__(self, target: Decoder, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
+        """`counts` int64 [V]: how often each token is written in the texts."""
+        self._target = target
+        whole, device = dense(target.ops, target.weights.lm_head), target.device
+        ids = torch.arange(len(whole)) if target_ids is None else target_ids.cpu()
+        self.lm_head = whole if target_ids is None else whole[target_ids]
+        self._place = torch.full((len(whole),), -1).index_copy(0, ids, torch.arange(len(ids))).to(device)
+        self._share = (counts[ids] / (1 + counts.sum())).to(device)  # below 1 together
+        self._count = count if count < len(ids) else 0
+
+    def candidates(self, written: Tensor) -> Tensor | None:
+        """Tokens int64 [count] for the loss of a batch with the tokens `written` int64 [R]; None: all.
+
+        Those written come first, then the most frequent of all texts, then an eighth of random ones, seeded by the
+        batch. The target hardly ever generates the others; the random ones make sure that none is left out for ever.
+        """
+        if not self._count:
+            return None
+        own = self._place[written]
+        mass = self._share.clone()
+        mass.index_put_((own[own >= 0],), torch.ones((), device=mass.device), accumulate=True)
+        order = mass.argsort(descending=True, stable=True)
+        best = self._count - self._count // 8
+        generator = torch.Generator().manual_seed(int(written.sum()))
+        others = torch.randperm(len(order) - best, generator=generator)[: self._count - best].to(order.device)
+        return torch.cat((order[:best], order[best:][others])).sort().values
+
+    def teach(self, last: Tensor, chosen: Tensor | None) -> Tensor:
+        """The target's logits float32 [R, Vd or count] from the output of its last layer [R, C]."""
+        w = self._target.weights
+        weight = self.lm_head if chosen is None else self.lm_head[chosen]
+        kind = last.device.type
+        exact = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with torch.no_grad(), exact:
+            rows = torch.nn.functional.rms_norm(last, w.norm.shape, w.norm, self._target.config.rms_eps)
+            return rows @ weight.T
+
+
+def start_from_target(head: DraftHead, target: Decoder, target_ids: Tensor | None) -> None:
+    """Initialize the head from the target's last layers, reading the last captured states.
+
+    Such a head at first drafts what the target chose a token before, and learns several times faster than a head with
+    random weights.
+    """
+    ops, weights, width = target.ops, target.weights, target.config.hidden_size
+    with torch.no_grad():
+        head.fc.weight[:, -width:] += torch.eye(width, device=head.device)
+        head.norm.weight.copy_(weights.norm)
+        head.hidden_norm.weight.copy_(weights.layers[-1].input_norm)
+        if target_ids is not None:
+            head.lm_head.weight.copy_(dense(ops, weights.lm_head)[target_ids])
+        for layer, source in zip(head.layers, weights.layers[-len(head.layers) :], strict=False):
+            copy_layer(layer, head.config.layer, source, target.config, ops)
+
+
+def copy_layer(layer: Any, own: ModelConfig, source: LayerWeights, c: ModelConfig, ops: Ops) -> None:
+    """Copy a layer of the target into one of a head.
+
+    Attention is copied only where the head counts allow it; a KV head of the target may be copied to several. Weights
+    that read the embedding stay small.
+    """
+    width, attention, mlp = c.hidden_size, layer.self_attn, layer.mlp
+    layer.post_attention_layernorm.weight.copy_(source.post_norm)
+    if not hasattr(layer, "hidden_norm"):  # that of a head which reads embeddings there stays
+        layer.input_layernorm.weight.copy_(source.input_norm)
+    if own.num_heads == c.num_heads and own.num_kv_heads % c.num_kv_heads == 0:
+        sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        q, k, v = dense(ops, source.qkv).split_with_sizes(sizes)
+        copies = own.num_kv_heads // c.num_kv_heads
+        k, v = (x.view(c.num_kv_heads, c.head_dim, -1).repeat_interleave(copies, 0).flatten(0, 1) for x in (k, v))
+        for projection, weight in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v)):
+            projection.weight[:, -width:] = weight  # of an EAGLE-3 head the half that reads features
+        for name, norm in (("q_norm", source.q_norm), ("k_norm", source.k_norm)):
+            if norm is not None and hasattr(attention, name):
+                getattr(attention, name).weight.copy_(norm)
+        attention.o_proj.weight.copy_(dense(ops, source.o))
+    gate, up = dense(ops, source.gate_up).chunk(2)
+    num = min(own.intermediate_size, c.intermediate_size)
+    mlp.gate_proj.weight[:num] = gate[:num]
+    mlp.up_proj.weight[:num] = up[:num]
+    mlp.down_proj.weight[:, :num] = dense(ops, source.down)[:, :num]
+
+
+def export_head(
+    head: HeadForTraining | BlockForTraining,
+    target_ids: Tensor | None,
+    folder: Path,
+    dtype: str = "bfloat16",
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write the head in the published layout of its kind.
+
+    `target_ids` int64 [Vd]: the target's token id of each token of the head. d2t int64 [Vd] holds offsets
+    (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. The embedding is not written, because it is the
+    target's; nor is the LM head if the vocabulary is whole. `facts`: more of its config.json (`head.target_facts`).
+    """
+    tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
+    if target_ids is not None:
+        ids = target_ids.cpu()
+        marks = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marks}
+    write_model(folder, tensors, {"config.json": head.layout(dtype) | (facts or {})})
+
+
+def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
+    """Write the head in `folder` to `out` with its matrices in the formats of `quant`, in compressed-tensors' layout.
+
+    Raises ConfigError for a format that has no such layout.
+    """
+    tensors, groups = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for name, tensor in load_file(str(folder / "model.safetensors")).items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim != 2 or module.endswith("embed_tokens") or "markov" in module:
+            tensors[name] = tensor
+            continue
+        own = quant.at(module)
+        q = own.encode(tensor)
+        said = scheme.get(q.format).config(q)
+        if not said:
+            raise ConfigError(f"a head cannot be stored as {own.weights}; --store takes e.g. w8a8 or w4a16-g32")
+        tensors |= scheme.get(q.format).checkpoint(module, q)
+        (group,) = said["config_groups"].values()  # type: ignore[attr-defined]
+        group = groups.setdefault(json.dumps(group), {**group, "targets": []})
+        group["targets"].append(module)
+        layout = {**said, "config_groups": {f"group_{i}": g for i, g in enumerate(groups.values())}, "ignore": []}
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_model(out, tensors, {"config.json": config | {"quantization_config": layout}})
 
 
 def target_facts(folder: Path, target: Decoder) -> dict[str, Any]:
@@ -89,24 +278,8 @@ def target_facts(folder: Path, target: Decoder) -> dict[str, Any]:
     return {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})
 
 
-def held_out_prompts(recipe: HeadRecipe, sources: Sources, folder: Path, target: ModelConfig) -> list[Prompt]:
-    """Prompts to measure on: as `sources` names, else from held-out documents of the recipe. Raises ConfigError."""
-    if sources.measure is not None:
-        return held_out(sources.measure, load_tokenizer(folder), target.max_model_len, head_measure.NEW_TOKENS)
-    if sources.prompts is not None or sources.data is None:
-        return []
-    return recipe_held_out(recipe.source, sources.data, load_tokenizer(folder), recipe.texts, recipe.seed, NUM_MEASURED)
-
-
-def measured_at(steps: int, stop_after: int | None) -> list[int]:
-    """The updates after which a run is measured: FIRST_MEASURED, twice as many again and again, and the last."""
-    last = steps if stop_after is None else min(steps, stop_after)
-    points = list(itertools.takewhile(lambda n: n < last, (FIRST_MEASURED << i for i in itertools.count())))
-    return [*points, last]
-
-
 def frequent_tokens(texts: StoredTexts, first: int, count: int, vocab_size: int) -> Tensor | None:
-    """The `count` tokens that the target writes most often, int64 [count] in ascending order; None: all tokens.
+    """The `count` tokens that the target generates most often, int64 [count] in ascending order; None: all tokens.
 
     Only the `first` texts count, because texts that a resume adds must not change the tokens of the LM head's rows.
     """

@@ -1,6 +1,6 @@
 """The trainable EAGLE-3 head, unrolled on its own features as in drafting (training-time test: Li et al., 2025).
 
-Row t of a text pairs the target's hidden states at position t with token t + 1 and guesses token t + 2. At unrolled
+Row t of a text pairs the target's hidden states at position t with token t + 1 and drafts token t + 2. At unrolled
 step s, the feature of row t is the head's own output of row t - 1 at step s - 1. The row attends to the rows up to
 t - s of step 0, which drafting would find in its KV cache, and to its own path. Parameter names are those of the
 published checkpoint.
@@ -21,17 +21,19 @@ from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import rope_table
 from sameseed_train.head_recipe import HeadRecipe
+from sameseed_train.learning import Right
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
 from sameseed_train.states import TextStates
 
-Right = list[list[bool]]  # [s][t]: whether the draft of place t of a text is right when s drafted tokens precede it
+# Output rows [R, .] of some drafts, the place of each among the target's states of a batch, and its weight in the loss.
+Drafts = tuple[Tensor, Tensor, Tensor]
 
 
 class DraftHead(nn.Module):
     """What both kinds of heads share. The embedding, and with a whole vocabulary the LM head, are the target's.
 
-    A kind has `lesson` (a batch of a training step), `loss`, `right` (measuring), `layers`, and `layout` (config.json).
+    A kind has `lesson` (a batch of a training step), `drafts`, `right` (measuring), and `layout` (config.json).
     """
 
     config: HeadConfig
@@ -63,8 +65,21 @@ class DraftHead(nn.Module):
         """The matrix whose product with a row of output gives logits, from the LM head's rows [Vd, C]."""
         return lm_head
 
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
+    def drafts(self, batch: Any, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:
+        """The drafts of a batch that are trained on, by step; embedding [V, C]."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
+        """Weighted sum over drafts of KL + argmax_weight * CE.
+
+        lm_head: `output_weight`, or some of its rows; wanted [P, Vd]: the target's logits.
+        """
+        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
+        losses = []
+        for rows, places, shares in self.drafts(batch, embedding, recipe):
+            cross = fused_soft_cross_entropy(rows, lm_head, targets, shares, places)
+            losses.append(cross - (shares * entropy[places]).sum())
+        return torch.stack(losses).sum()
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
@@ -89,19 +104,19 @@ class HeadLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class GuessRows:
+class DraftRows:
     """The rows of a batch of texts that are run as queries. All rows give keys and values.
 
-    `index` int64 [A]: indices, ascending, in the flattened [B, N] of rows that guess or lead to a row that guesses.
-    `counts` bool [A]: the rows whose guesses are trained on.
+    `index` int64 [A]: indices, ascending, in the flattened [B, N] of rows that draft or lead to a row that drafts.
+    `counts` bool [A]: the rows whose drafts are trained on.
     """
 
     index: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int, device: str = "cpu") -> GuessRows:
-        """Rows that guess are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
+    def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int, device: str = "cpu") -> DraftRows:
+        """Rows that draft are `first`[b] to num_rows[b] - 1; the `num_steps` - 1 before them lead to these."""
         place = torch.arange(width)[None, :]  # [1, N]
         inside = place < num_rows[:, None]
         runs = inside & (place >= first[:, None] - num_steps + 1)
@@ -117,7 +132,7 @@ class HeadBatch:
     last [R, C]: the target's states for R drafts; written int64 [R]: the tokens that the text has there.
     """
 
-    rows: GuessRows
+    rows: DraftRows
     unroll: int
     tokens: Tensor
     states: Tensor
@@ -169,7 +184,7 @@ class HeadForTraining(DraftHead):
             states[b, :n] = stored[:n, columns].flatten(1).float()
             last.append(stored[1 + int(first[b]) :, -1].float())
             written.append(text.ids[2 + int(first[b]) :].long())
-        rows = GuessRows.of(num_rows, first, unroll, wide, device)
+        rows = DraftRows.of(num_rows, first, unroll, wide, device)
         parts = (t.to(device) for t in (tokens, states, torch.cat(last), torch.cat(written)))
         return HeadBatch(rows, unroll, *parts)
 
@@ -179,22 +194,16 @@ class HeadForTraining(DraftHead):
         alone = step < recipe.loss.alone * recipe.train.steps
         return self.batch(texts, columns, 1 if alone else recipe.loss.unroll)
 
-    def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
-        """Sum over steps of a weighted mean of KL + argmax_weight * CE over the rows that draft.
-
-        embedding [V, C]; lm_head [Vd, C]; wanted [R, Vd]: the target's logits.
-        """
-        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
+    def drafts(self, batch: HeadBatch, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:
         outputs = self(embedding[batch.tokens], batch.states, batch.rows, batch.unroll)
         place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
         weights = [recipe.loss.falloff**s for s in range(batch.unroll)]
-        losses = []
+        every, found = torch.arange(len(place), device=place.device), []
         for step, out in enumerate(outputs):
             known = (place >= step).float()  # the first row of a path of `step` drafts must exist
             shares = known * (weights[step] / sum(weights)) / known.sum().clamp(min=1)
-            cross = fused_soft_cross_entropy(out[batch.rows.counts], lm_head, targets, shares)
-            losses.append(cross - (shares * entropy).sum())
-        return torch.stack(losses).sum()
+            found.append((out[batch.rows.counts], every, shares))
+        return found
 
     def right(
         self, text: TextStates, columns: list[int], embedding: Tensor, lm_head: Tensor, ids: Tensor, num: int
@@ -225,7 +234,7 @@ class HeadForTraining(DraftHead):
             "torch_dtype": dtype,
         }
 
-    def forward(self, embedding: Tensor, states: Tensor, rows: GuessRows, num_steps: int) -> list[Tensor]:
+    def forward(self, embedding: Tensor, states: Tensor, rows: DraftRows, num_steps: int) -> list[Tensor]:
         """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
 
         At step s only rows t >= s are valid, because their path begins at row t - s.
@@ -251,7 +260,7 @@ class HeadForTraining(DraftHead):
                 features = _later(own.view_as(features), 1, dim=1)
         return outputs
 
-    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: GuessRows) -> Tensor:
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], rows: DraftRows) -> Tensor:
         """Attention [A, H D] at step s, of row t: to rows up to t - s of step 0, and row t - s + r of step r = 1..s."""
         b, heads, n, d = q.shape
         step, group = len(keys) - 1, heads // self.config.layer.num_kv_heads

@@ -46,9 +46,9 @@ class LossSettings:
 class BlockSettings:
     """Settings of a block head.
 
-    `num_layers`: its decoder layers; `block_size`: tokens that it guesses in one pass; `markov_rank`: rank of the
+    `num_layers`: its decoder layers; `block_size`: tokens that it drafts in one pass; `markov_rank`: rank of the
     Markov head, whose bias depends on the token before (0: none); `mask_token`: id of the masks (-1: one that no text
-    has). Each text in a batch gives `anchors` blocks; guess g of a block has the weight exp(-g / `decay`).
+    has). Each text in a batch gives `anchors` blocks; draft g of a block has the weight exp(-g / `decay`).
     """
 
     num_layers: int = 3
@@ -114,6 +114,10 @@ class HeadRecipe(OwnRecipe):
             raise ConfigError(
                 f"unroll (the depth that a head is trained for) must be at least 1, got {self.loss.unroll}"
             )
+
+    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Flags that have no effect, by what they need."""
+        return [(f"--kind {kind}", flags) for kind, flags in KINDS.items() if kind != self.kind]
 
 
 def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None = None) -> HeadConfig:

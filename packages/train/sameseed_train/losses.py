@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 CHUNK = 1024  # rows whose logits are in memory at once
-LEAST_REST = 0.05  # below this value of 1 - p, the unlikelihood loss continues as a straight line
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor]]  # rows of a chunk, logits [R, V] -> sum of losses, its gradient
 
 
@@ -67,53 +66,6 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
         return loss, grad.mul_((known / count)[:, None])
 
     return fused(hidden, weight, part, count)
-
-
-def fused_unlikelihood(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean of -log(1 - p) over targets `[R]` >= 0, where p = softmax(hidden @ weight.T)[target].
-
-    hidden `[R, C]`, weight `[V, C]`. (Welleck et al., 2020.) Where 1 - p is below `LEAST_REST`, the loss continues as a
-    straight line. Otherwise a token that the model is sure of would outweigh all others.
-    """
-    count = (targets >= 0).sum().clamp(min=1).float()
-
-    def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-        known = (targets[place] >= 0).to(logits.dtype)[:, None] / count
-        index = targets[place].clamp(min=0)[:, None]
-        p = torch.softmax(logits, dim=-1)
-        own = p.gather(1, index)
-        rest = (1 - own).clamp(min=LEAST_REST)
-        beyond = (LEAST_REST - (1 - own)).clamp(min=0) / LEAST_REST
-        loss = ((beyond - rest.log()) * known).sum()
-        grad = p.neg_().scatter_add_(1, index, torch.ones_like(own))
-        return loss, grad.mul_(own / rest * known)
-
-    return fused(hidden, weight, part)
-
-
-def fused_distillation(
-    hidden: Tensor, weight: Tensor, t_hidden: Tensor, t_weight: Tensor, counts: Tensor, argmax_weight: float
-) -> Tensor:
-    """Mean over rows with `counts` of KL(teacher || student) + argmax_weight * CE on the teacher's argmax.
-
-    hidden `[R, C]` and weight `[V, C]` are the student's, t_hidden and t_weight the teacher's; counts bool `[R]`.
-    (Hinton et al., 2015.) Gradients flow only to the student.
-    """
-    shares = counts.float() / counts.sum().clamp(min=1).float()
-    t_weight = t_weight.to(t_hidden.dtype)
-
-    def part(place: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-        log_q = torch.log_softmax(logits, dim=-1)
-        log_p = torch.log_softmax((t_hidden[place] @ t_weight.T).to(logits.dtype), dim=-1)
-        best = log_p.argmax(-1, keepdim=True)
-        p = log_p.exp()
-        divergence = (p * (log_p - log_q)).sum(-1)
-        loss = ((divergence - argmax_weight * log_q.gather(1, best)[:, 0]) * shares[place]).sum()
-        grad = log_q.exp_().mul_(1 + argmax_weight).sub_(p)
-        grad.scatter_add_(1, best, grad.new_full(best.shape, -argmax_weight))
-        return loss, grad.mul_(shares[place][:, None])
-
-    return fused(hidden, weight, part)
 
 
 def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:

@@ -67,15 +67,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-@dataclass
-class KVState:
-    """KV cache of a batch of rows, for fast generation during training; `length`: cached tokens of each row."""
-
-    k: list[Tensor]  # per layer [B, Hk, S, D]
-    v: list[Tensor]
-    length: int
-
-
 ATTENTION_BLOCK = 64  # queries that are processed together
 
 
@@ -110,27 +101,19 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads, bias=False)
         self.o_proj = nn.Linear(heads, shape.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int, seen: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Over rows x [B, S, C]; seen bool [B, S, S]: which places a place attends to, if not all before it."""
         b, s, _ = x.shape
         d, repeats = self.shape.head_dim, self.shape.num_heads // self.shape.num_kv_heads
         cos, sin = cos[..., None, :], sin[..., None, :]  # [..., S, 1, D/2]: the same for all heads
         q = rotate(self.q_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.k_proj(x).view(b, s, -1, d), cos, sin).transpose(1, 2)  # [B, Hk, S, D]
         v = self.v_proj(x).view(b, s, -1, d).transpose(1, 2)
-        if cache is not None:
-            end = cache.length + s
-            cache.k[layer][:, :, cache.length : end] = k
-            cache.v[layer][:, :, cache.length : end] = v
-            k, v = cache.k[layer][:, :, :end], cache.v[layer][:, :, :end]
-        if s == 1:  # the queries of a KV head are stacked: no mask is needed, and no key is copied
-            out = F.scaled_dot_product_attention(q.reshape(b, -1, repeats, d), k, v).reshape(b, -1, 1, d)
-        elif seen is not None:
+        if seen is None:
+            out = causal_attention(q, k, v)
+        else:
             k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
-        else:  # several tokens are only run with an empty cache, so the plain causal mask is right
-            out = causal_attention(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
 
 
@@ -157,16 +140,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVState | None, layer: int, seen: Tensor | None = None
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, layer, seen)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 def read_rows(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Run a layer over whole rows `[B, S, C]`, without a cache; `compile_layers` compiles this function."""
-    return layer(x, cos, sin, None, 0)  # type: ignore[no-any-return]
+    """Run a layer over whole rows `[B, S, C]`; `compile_layers` compiles this function."""
+    return layer(x, cos, sin)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -198,46 +179,31 @@ class LlamaForTraining(nn.Module):
                 weight.normal_(0.0, std, generator=generator)
 
     def compile_layers(self) -> None:
-        """Compile the layers for rows without a cache. Raises ConfigError where there is no C++ compiler (CPU only)."""
+        """Compile the layers for ordinary rows. Raises ConfigError where there is no C++ compiler (CPU only)."""
         if self.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise ConfigError("train.compile needs a C++ compiler; install g++, or set compile = false in the recipe")
         self.read_rows = torch.compile(read_rows, dynamic=False)
 
-    def hidden(self, ids: Tensor, cache: KVState | None = None) -> Tensor:
-        """Token ids `[B, S]` to normed hidden states `[B, S, C]`."""
-        start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-        cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
-        x = self.model.embed_tokens(ids)
-        for index, layer in enumerate(self.model.layers):
-            x = self.read_rows(layer, x, cos, sin) if cache is None else layer(x, cos, sin, cache, index)
-        if cache is not None:
-            cache.length += ids.shape[1]
-        return self.model.norm(x)  # type: ignore[no-any-return]
+    def hidden(self, ids: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        """Token ids `[B, S]` to normed hidden states `[B, S, C]`.
 
-    def hidden_where(self, ids: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        """Normed hidden states `[B, S, C]` of ids at positions, both `[B, S]`; seen bool `[B, S, S]`: the mask."""
-        cos, sin = rope_table(positions, self.shape.head_dim, self.shape.rope_theta)
+        With positions `[B, S]` and a mask, seen bool `[B, S, S]`, other than those of ordinary rows.
+        """
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        cos, sin = rope_table(places, self.shape.head_dim, self.shape.rope_theta)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
-            x = layer(x, cos, sin, None, 0, seen)
+            x = self.read_rows(layer, x, cos, sin) if seen is None else layer(x, cos, sin, seen)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
-    def forward(self, ids: Tensor, cache: KVState | None = None) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Token ids `[B, S]` to logits `[B, S, V]`."""
-        return self.hidden(ids, cache) @ self.model.embed_tokens.weight.T
+        return self.hidden(ids) @ self.model.embed_tokens.weight.T
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy over targets `[B, S]` that are not negative; ids `[B, S]`."""
         hidden = self.hidden(ids).flatten(0, 1)  # [B*S, C]
         return fused_cross_entropy(hidden, self.model.embed_tokens.weight, targets.flatten())
-
-    def new_cache(self, batch: int, length: int) -> KVState:
-        """An empty KV state for `batch` rows of at most `length` tokens."""
-        size = (batch, self.shape.num_kv_heads, length, self.shape.head_dim)
-        layers = range(self.shape.num_layers)
-        k, v = ([torch.zeros(size, device=self.device) for _ in layers] for _ in range(2))
-        return KVState(k, v, 0)
 
     @property
     def device(self) -> torch.device:

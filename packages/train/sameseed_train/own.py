@@ -1,13 +1,12 @@
-"""Shared code for training heads and drafts: any target that the engine runs writes the training texts."""
+"""Shared code for training heads and drafts: any target that the engine runs generates the training texts."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import QuantTensor, cache_format
-from sameseed_train.recipe import SourceSettings, TrainSettings, load_recipe, read_table
+from sameseed_train.prompts import file_seeds, recipe_seeds
+from sameseed_train.recipe import SourceSettings, TextSettings, TrainSettings, load_recipe, read_table
 from sameseed_train.resume import settle, write_record
-from sameseed_train.seeds import TextSettings, file_seeds, recipe_seeds
 from sameseed_train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
 from sameseed_train.trainer import Log, checkpoint_path, progress_bar
 
@@ -84,14 +83,6 @@ class Sources:
     measure: Path | None = None
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The folder of the trained head or draft, and its results (also in `out/results.json`)."""
-
-    folder: Path
-    results: dict[str, Any]
-
-
 def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig]:
     """The target's folder and config. Checks the run early: raises ConfigError or ModelLoadError."""
     if not recipe.target:
@@ -145,6 +136,7 @@ def dense(backend: ops.Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
 class Own:
     """The target in the recipe's format, its texts, the number of texts in the first run, and a reader of states."""
 
+    recipe: OwnRecipe
     target: Decoder
     texts: StoredTexts
     num_first: int
@@ -158,13 +150,14 @@ class Own:
         """The indices of some layers among those whose states are read."""
         return [self.states.captures.index(layer) for layer in captures]
 
-    def batch(self, recipe: OwnRecipe, step: int) -> list[TextStates]:
+    def batch(self, step: int) -> list[TextStates]:
         """The texts of a training step, with their states."""
-        return self.states.of(self.texts.batch(step, recipe.train.rows, recipe.seed, recipe.train.row_tokens))
+        train = self.recipe.train
+        return self.states.of(self.texts.batch(step, train.rows, self.recipe.seed, train.row_tokens))
 
-    def parts(self, recipe: OwnRecipe, step: int) -> list[list[TextStates]]:
+    def parts(self, step: int) -> list[list[TextStates]]:
         """The texts of a training step, in parts that a device has memory for."""
-        texts = self.batch(recipe, step)
+        texts = self.batch(step)
         most = PART_ROWS if self.target.device.type == "cpu" else GPU_ROWS
         count = max(1, most // max(len(text.ids) for text in texts))
         return [texts[i : i + count] for i in range(0, len(texts), count)]
@@ -210,14 +203,4 @@ def write_all(
             paths.append(path)
             log.write(stage="texts", texts=done)
             bar.update(task, completed=done)
-    return Own(target, StoredTexts(paths), begun.num_texts, states)
-
-
-def write_results(
-    out: Path, recipe: OwnRecipe, texts: StoredTexts, parameters: int, progress: dict[str, Any], **more: Any
-) -> dict[str, Any]:
-    """Write the results of a finished run to `out/results.json`, and return them."""
-    counts = {"parameters": parameters, "texts": len(texts), "text_tokens": texts.num_tokens}
-    results = {"recipe": asdict(recipe), **counts, "training": progress, **more}
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return results
+    return Own(recipe, target, StoredTexts(paths), begun["num_texts"], states)

@@ -1,4 +1,4 @@
-"""Training rows for a draft that guesses over mask tokens, K tokens in one pass (PARD: An et al., 2025).
+"""Training rows for a model that drafts over mask tokens, K tokens in one pass (PARD: An et al., 2025).
 
 A token of a text is followed by up to K - 1 masks, at the positions of the tokens after it. Each mask attends to the
 text up to that token and to the masks before itself, as in drafting. A share max(keep^i, least) of the masks at place i
@@ -23,7 +23,7 @@ from sameseed_train.states import TextStates
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """A draft guesses `tokens` tokens in one pass over masks with the id `mask`; `keep`, `least`: see the module."""
+    """`tokens` are drafted in one pass over masks with the id `mask`; `keep`, `least`: see the module."""
 
     tokens: int
     mask: int
@@ -36,7 +36,7 @@ class MaskedRows:
     """Padded texts with their masks: ids, positions int64 [B, S]; seen bool [B, S, S]: which rows a row attends to.
 
     `counts` bool [B, S]: rows that are trained on. `places` int64 [R]: for each of these, in order, its row in `last`.
-    `last` [., C]: the target's states at the positions after which rows guess.
+    `last` [., C]: the target's states at the positions after which rows draft.
     """
 
     ids: Tensor

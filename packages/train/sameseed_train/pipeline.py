@@ -1,10 +1,12 @@
-"""The stages of a pair's recipe, in order; a finished stage is skipped."""
+"""The stages of a pair's recipe: tokenizer, rows, target, training against repetition, draft and measurements."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,85 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sameseed.store import replacing
+from sameseed.models.loader import load_tokenizer
 from sameseed_train import data as corpus
-from sameseed_train.checkpoint import export_model, load_checkpoint, read_tensors, save_tensors
-from sameseed_train.distill import draft_job, rollout_rows, training_prompts
-from sameseed_train.measure import measure
-from sameseed_train.model import LlamaForTraining, ModelShape
-from sameseed_train.recipe import Recipe
-from sameseed_train.states import digest_of
+from sameseed_train.card import write_pair_cards
+from sameseed_train.checkpoint import export_model, load_exported, read_tensors, save_tensors
+from sameseed_train.draft import DraftRecipe, run_draft
+from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Trained
+from sameseed_train.measure import continued, perplexity, plot_losses, repetition, right_sums, write_prompts
+from sameseed_train.model import LlamaForTraining
+from sameseed_train.own import Sources
+from sameseed_train.prompts import recipe_seeds
+from sameseed_train.recipe import Recipe, TextSettings
+from sameseed_train.resume import record_path
+from sameseed_train.states import TextStates
 from sameseed_train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
 from sameseed_train.trainer import Log, TrainJob, checkpoint_path, train
 from sameseed_train.unlikelihood import unlikelihood_job
 
-STAGES = ("target", "unlikelihood", "draft")
+CHAT_CHARACTERS = 900  # a longer question would leave too little of the trained context for its answer
+TEMPLATE = 8  # tokens that a chat template adds to a question, at most
+LATER = {"target": ("unlikelihood", "draft"), "unlikelihood": ("draft",)}  # stages that learn from a stage's model
+
+
+def run_stages(
+    recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
+) -> dict[str, Any]:
+    """Run all stages on `device`, from their checkpoints where there are some; returns the measurements.
+
+    Nothing is written before all data was read once. The recipe's file `config` is copied to `out`.
+    """
+    log = Log(out / "log.jsonl")
+    documents = corpus.held_out_documents(recipe, data)
+    tokenizer = tokenizer_stage(recipe, data, out)
+    shutil.copyfile(config, out / "recipe.toml")
+    begin, end, pad = (token_id(tokenizer, name) for name in (BEGIN, END, PAD))
+    rows = rows_stage(recipe, data, out, tokenizer)
+    model, results = LlamaForTraining(recipe.target.shape, recipe.seed).to(device), dict[str, Any]()
+
+    def stage(job: TrainJob) -> None:
+        """Train the target and export it; before more steps, what learned from its earlier weights is deleted."""
+        if not job.checkpoint.exists() or read_tensors(job.checkpoint)[1]["step"] < job.settings.steps:
+            for name in LATER[job.name]:
+                checkpoint_path(out, name).unlink(missing_ok=True)
+            for name in ("texts", "states", "held-out"):
+                shutil.rmtree(out / name, ignore_errors=True)
+        results[job.name] = train(job, log, quiet=quiet)
+        export_model(model, out / "target", begin, (end,), pad)
+
+    stage(target_job(recipe, model, rows, pad, out))
+    if recipe.unlikelihood is not None:
+        stage(unlikelihood_job(recipe, model, rows, lambda: loop_texts(recipe, data, out, device), pad, out))
+    context = recipe.target.shape.max_positions
+    new_tokens = min(NEW_TOKENS, context // 2)
+    prompts = write_prompts(recipe, documents, out, min(CHAT_CHARACTERS, context - new_tokens - TEMPLATE))
+    draft = draft_stage(recipe, data, out, device=device, quiet=quiet, measured_tokens=new_tokens)
+    assert draft.measured is not None
+    shapes = {"target": recipe.target.shape, "draft": recipe.draft.shape}
+    if recipe.draft.layers:
+        shapes["draft"] = replace(recipe.target.shape, num_layers=len(recipe.draft.layers))
+    models = {name: load_exported(out / name, shape, device) for name, shape in shapes.items()}
+    schedule = recipe.target.train
+    results |= {
+        "recipe": recipe.name,
+        "seed": recipe.seed,
+        "draft": draft.results["training"],
+        "parameters": {name: model.num_parameters() for name, model in models.items()},
+        "passes": round(schedule.steps * schedule.rows / len(rows), 3),
+        "perplexity": {
+            name: perplexity(model, documents, tokenizer, schedule.row_tokens) for name, model in models.items()
+        },
+        "repeated": repetition(draft.measured, [record["domain"] for record in prompts]),
+        "right_sums": right_sums(recipe, documents, out / "target", device),
+        "acceptance": draft.results["acceptance"],
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "prompts": len(prompts),
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot_losses(log, out / "loss.png")
+    write_pair_cards(recipe, results, out)
+    return results
 
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
@@ -42,8 +110,7 @@ def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
             yield from (content for _, content in document.turns) if document.turns else (document.text,)
 
     tokenizer = train_tokenizer(sample(), recipe.tokenizer.vocab_size)
-    for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
-        save_tokenizer(tokenizer, out / name, settings.shape.max_positions)
+    save_tokenizer(tokenizer, out / "target", recipe.target.shape.max_positions)
     return tokenizer
 
 
@@ -61,15 +128,15 @@ def rows_stage(recipe: Recipe, data: Path, out: Path, tokenizer: Tokenizer) -> T
     return rows
 
 
-def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str) -> TrainJob:
+def target_job(recipe: Recipe, model: LlamaForTraining, rows: Tensor, pad: int, out: Path) -> TrainJob:
     """The target's training: cross entropy on the corpus."""
     settings = recipe.target.train
-    model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
     if settings.compile:
         model.compile_layers()
 
     def batch(step: int) -> Tensor:
-        return corpus.next_rows(rows, step * settings.rows, settings.rows, recipe.seed, stored_passes=1).to(device)
+        first = step * settings.rows
+        return corpus.next_rows(rows, first, settings.rows, recipe.seed, stored_passes=1).to(model.device)
 
     def loss(batch_: Tensor) -> Tensor:
         return model.loss(*corpus.inputs_and_targets(batch_, pad))
@@ -77,68 +144,35 @@ def target_job(recipe: Recipe, rows: Tensor, pad: int, out: Path, device: str) -
     return TrainJob("target", model, settings, batch, loss, out)
 
 
-def load_model(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining:
-    """Load an exported model (bfloat16 weights) as float32, so that the card measures the weights that users get."""
-    model = LlamaForTraining(shape, 0)
-    weights, _ = read_tensors(folder / "model.safetensors")
-    model.load_state_dict({name: w.float() for name, w in weights.items()})
-    return model.to(device)
+def loop_texts(recipe: Recipe, data: Path, out: Path, device: str) -> list[TextStates]:
+    """The target's greedy continuations of training prompts, for the steps of `[unlikelihood]`."""
+    u = recipe.unlikelihood
+    assert u is not None
+    settings = TextSettings(prompt_tokens=u.prompt_tokens, corpus_share=0.0)
+    seeds = recipe_seeds(recipe.source, data, load_tokenizer(out / "target"), settings, recipe.seed + 1)
+    prompts = [seed.ids for seed in itertools.islice(seeds, u.train.steps * u.prompts)]
+    return continued(out / "target", prompts, u.new_tokens, device)
 
 
-def _digest_in(done: Path) -> object:
-    """The digest of a finished stage; None if it is not finished, or if its file is damaged."""
-    try:
-        return json.loads(done.read_text(encoding="utf-8")).get("digest")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def run_stages(
-    recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
-) -> dict[str, Any]:
-    """Run all stages (tokenizer, rows, target, rollouts, draft) on `device`, then measure; returns the measurements.
-
-    Nothing is written before all data was read once. The recipe's file `config` is copied to `out`.
-    """
-    log = Log(out / "log.jsonl")
-    held_out = corpus.held_out_documents(recipe, data)
-    tokenizer = tokenizer_stage(recipe, data, out)
-    shutil.copyfile(config, out / "recipe.toml")
-    begin, end, pad = (token_id(tokenizer, name) for name in (BEGIN, END, PAD))
-    rows = rows_stage(recipe, data, out, tokenizer)
-
-    def stage(
-        name: str, digest: str, shape: ModelShape, new_job: Callable[[], TrainJob], folder: str = ""
-    ) -> LlamaForTraining:
-        """Train a model and export it to `folder` (default: `name`), unless this is done for the same `digest`."""
-        done = out / f"{name}.done.json"
-        if _digest_in(done) != digest:
-            job = new_job()
-            progress = train(job, log, quiet=quiet)
-            assert isinstance(job.model, LlamaForTraining)
-            export_model(job.model, out / (folder or name), begin, (end,), pad)
-            for later in STAGES[STAGES.index(name) + 1 :]:  # their checkpoints were trained for an earlier model
-                checkpoint_path(out, later).unlink(missing_ok=True)
-            with replacing(done) as file:
-                file.write((json.dumps({"digest": digest, **progress}) + "\n").encode())
-        return load_model(out / (folder or name), shape, device)
-
-    digest = digest_of((recipe.seed, recipe.source, recipe.tokenizer, recipe.target, recipe.unlikelihood))
-    target = stage("target", digest, recipe.target.shape, lambda: target_job(recipe, rows, pad, out, device))
-
-    def new_unlikelihood() -> TrainJob:
-        model = LlamaForTraining(recipe.target.shape, recipe.seed).to(device)
-        load_checkpoint(checkpoint_path(out, "target"), model, None)  # float32 weights before unlikelihood
-        return unlikelihood_job(recipe, model, rows, training_prompts(recipe, data, tokenizer), end, pad, out)
-
-    if recipe.unlikelihood is not None:
-        target = stage("unlikelihood", digest, recipe.target.shape, new_unlikelihood, "target")
-
-    def new_draft() -> TrainJob:
-        kept = out / "rollouts" / digest_of((digest, recipe.draft.rollouts))
-        prompts = training_prompts(recipe, data, tokenizer)
-        rollouts = rollout_rows(recipe, prompts, kept, tokenizer, target, log, quiet)
-        return draft_job(recipe, target, rollouts, rows, pad, out)
-
-    draft = stage("draft", digest_of((digest, recipe.draft)), recipe.draft.shape, new_draft)
-    return measure(recipe, held_out, out, tokenizer, target, draft)
+def draft_stage(recipe: Recipe, data: Path, out: Path, **how: Any) -> Trained:
+    """The draft learns the target's distribution on texts that the target generates, as in `sameseed train draft`."""
+    draft, r = recipe.draft, recipe.draft.rollouts
+    own = DraftRecipe(
+        name=f"{recipe.name}: draft",
+        seed=recipe.seed,
+        target=str(out / "target"),
+        begin=str(out / "target") if draft.layers else "",
+        begin_layers=draft.layers,
+        source=recipe.source,
+        batch=r.batch,
+        threads=recipe.threads,
+        texts=TextSettings(r.num_prompts, r.prompt_tokens, r.new_tokens, r.greedy, r.temperature, draft.corpus_share),
+        train=replace(draft.train, compile=False),  # its texts have many lengths
+        argmax_weight=draft.argmax_weight,
+        note=recipe.note,
+    )
+    checkpoint = checkpoint_path(out, "draft")
+    if not record_path(checkpoint).exists():  # of a version whose drafts learned from packed rows
+        checkpoint.unlink(missing_ok=True)
+    sources = Sources(data=data, measure=out / "prompts_heldout.jsonl")
+    return run_draft(own, sources, out, shape=draft.shape, resume=True, **how)

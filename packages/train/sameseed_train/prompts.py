@@ -1,7 +1,8 @@
-"""Conversations that a target is asked to continue, made from the sources of a recipe.
+"""Seeds of training texts: conversations made from the sources of a recipe, or prompts of a file.
 
 A question is asked as it is, a dialogue up to one of the user's turns. A passage of a text, its title, or a function of
-the standard library is put into a request ("Summarize", "Explain", "Continue", "Write tests for").
+the standard library is put into a request ("Summarize", "Explain", "Continue", "Write tests for"). The first n seeds
+are the same however many are asked for, so that a run may add texts.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import random
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 
+from sameseed.errors import ConfigError
+from sameseed.lines import KINDS, Line, read_lines
 from sameseed.tokenizer import Tokenizer
 from sameseed_train.data import HELD_OUT_PER_MILLE, Document, source_documents
-from sameseed_train.recipe import MADE, SourceSettings
+from sameseed_train.recipe import MADE, SourceSettings, TextSettings
+from sameseed_train.states import Seed
 
 Message = dict[str, str]
 
+Prompt = tuple[tuple[int, ...], str]  # its tokens, its domain
+MISSES = 10000  # prompts in a row that may be too long
+LEAST = 4  # tokens of a given text that is learned from: two drafts
 PASSAGE = 1400  # most characters of a passage or of a function
 ABOUT_PASSAGE = (
     "Summarize the following text.\n\n{0}",
@@ -105,23 +111,9 @@ def about_code(document: Document, rng: random.Random) -> str | None:
     return rng.choice(ABOUT_CODE).format(code) if 0 < len(code) <= PASSAGE else None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A conversation that ends with the user, its document and source, and how often the document came before."""
-
-    source: SourceSettings
-    document: Document
-    messages: list[Message]
-    times: int
-
-    def prompt(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids of the conversation, rendered for an answer; none where the document does not suit."""
-        return tokenizer.chat(self.messages, True) if self.messages else []
-
-    def whole(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids of the whole document: its text, or all of its turns."""
-        turns = messages_of(self.document.turns)
-        return tokenizer.chat(turns, False) if turns else tokenizer.encode(self.document.text)
+# A conversation that ends with the user (empty where its document does not suit), the document and its source, and how
+# often the document came before.
+Asked = tuple[list[Message], Document, SourceSettings, int]
 
 
 def messages_of(turns: Seq[tuple[str, str]]) -> list[Message]:
@@ -160,4 +152,98 @@ def conversations(sources: Seq[SourceSettings], data: Path, seed: int, *, held_o
     while filled:
         ((source, own, taken),) = rng.choices(filled, shares)
         times, place = divmod(next(taken), len(own))
-        yield Asked(source, own[place], conversation(own[place], source, rng), times)
+        yield conversation(own[place], source, rng), own[place], source, times
+
+
+def recipe_seeds(
+    sources: Seq[SourceSettings], data: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int
+) -> Iterator[Seed]:
+    """Endless seeds from the sources of a recipe, by their shares. Raises ConfigError."""
+    if not data.is_dir():
+        raise ConfigError(f"no data folder at {data}; give the folder that holds the recipe's files with --data")
+    rng, longest, missed = random.Random(f"{seed}/seeds"), settings.prompt_tokens, 0
+    for messages, document, _, times in conversations(sources, data, seed, held_out=False):
+        given, greedy = rng.random() < settings.corpus_share, rng.random() < settings.greedy and not times
+        if given:
+            turns = messages_of(document.turns)
+            ids = tokenizer.chat(turns, False) if turns else tokenizer.encode(document.text)
+            ids = ids[: longest + settings.new_tokens]
+        else:
+            ids = tokenizer.chat(messages, True) if messages else []
+        fits = len(ids) >= LEAST if given else 0 < len(ids) <= longest
+        missed = 0 if fits else missed + 1
+        if missed > MISSES:
+            raise ConfigError(
+                f"of {MISSES} prompts none has at most {longest} tokens; raise texts.prompt_tokens, or change sources"
+            )
+        if fits:
+            heat = 0.0 if greedy or given else settings.temperature
+            yield Seed(tuple(ids), 0 if given else settings.new_tokens, heat)
+
+
+def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> Iterator[Seed]:
+    """Seeds from JSON lines with `prompt`, `messages` or `text` (a given text, trained on as it is), in seeded order.
+
+    Prompts are repeated without end, then all sampled; given texts are not. Raises ConfigError naming the line.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
+    lines = [(line.kind, _fitting(line, tokenizer, settings)) for line in read_lines(path, *KINDS)]
+    if not lines:
+        raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
+    prompts = [ids for kind, ids in lines if ids and kind != "text"]
+    texts = [ids for kind, ids in lines if ids and kind == "text"]
+    rng = random.Random(seed)
+    rng.shuffle(prompts)
+    rng.shuffle(texts)
+    asked = itertools.count()
+    while texts or prompts:
+        if texts and (not prompts or rng.random() < settings.corpus_share):
+            yield Seed(texts.pop(), 0)
+        elif prompts:
+            times, place = divmod(next(asked), len(prompts))
+            greedy = rng.random() < settings.greedy and not times
+            yield Seed(prompts[place], settings.new_tokens, 0.0 if greedy else settings.temperature)
+
+
+def _fitting(line: Line, tokenizer: Tokenizer, settings: TextSettings) -> tuple[int, ...]:
+    """A line's ids, cut to the recipe's lengths; none if a conversation is too long to be cut, or a text too short."""
+    ids = line.encode(tokenizer)
+    if line.kind == "text":
+        return ids[: settings.prompt_tokens + settings.new_tokens] if len(ids) >= LEAST else ()
+    if line.kind == "messages" and len(ids) > settings.prompt_tokens:
+        return ()  # its end asks for the answer
+    return ids[: settings.prompt_tokens]
+
+
+def recipe_held_out(
+    sources: Seq[SourceSettings], data: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int, count: int
+) -> list[Prompt]:
+    """The first `count` different prompts from held-out documents of a recipe's sources, with their domains."""
+    found: dict[tuple[int, ...], str] = {}
+    for messages, _, source, _ in itertools.islice(conversations(sources, data, seed, held_out=True), 20 * count):
+        ids = tuple(tokenizer.chat(messages, True)) if messages else ()
+        if 0 < len(ids) <= settings.prompt_tokens and len(found) < count:
+            found[ids] = source.domain
+    return list(found.items())
+
+
+def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
+    """Prompts to measure acceptance on, with domains: JSON lines with `prompt` or `messages`, optionally `domain`.
+
+    A prompt and `new_tokens` must fit into `context`. Raises ConfigError naming the line.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
+    found = []
+    for line in read_lines(path, "messages", "prompt"):
+        ids = line.encode(tokenizer)
+        if not 1 <= len(ids) <= context - new_tokens:
+            raise ConfigError(
+                f"{line.where} has {len(ids)} tokens; it needs at least one, and with the {new_tokens} that are "
+                f"written behind it at most {context - new_tokens}: the target's context is {context}"
+            )
+        found.append((ids, str(line.row.get("domain", "prompts"))))
+    if not found:
+        raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")
+    return found

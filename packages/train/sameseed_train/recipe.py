@@ -61,6 +61,29 @@ class TokenizerSettings:
 
 
 @dataclass(frozen=True)
+class TextSettings:
+    """The texts that the target generates: their number, their length, and the greedy share.
+
+    `corpus_share`: share of texts that are given documents rather than written by the target.
+    """
+
+    num_texts: int = 4000
+    prompt_tokens: int = 200
+    new_tokens: int = 192
+    greedy: float = 0.85
+    temperature: float = 0.8
+    corpus_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("num_texts", "prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("greedy", "corpus_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """Length and schedule of a training: the rate rises over `warmup` steps, stays, then falls to 0 over `decay`."""
 
@@ -72,7 +95,7 @@ class TrainSettings:
     clip: float = 1.0
     checkpoint_minutes: float = 5.0
     precision: str = "float32"  # of matrix products; "bfloat16" (autocast) is faster where the processor has it
-    compile: bool = False  # layers by torch.compile, which needs a C++ compiler
+    compile: bool = False  # a pair's target by torch.compile, which needs a C++ compiler
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
@@ -98,9 +121,9 @@ class UnlikelihoodSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The texts that the target writes to train the draft: continuations of training prompts."""
+    """The texts of the draft's training: continuations of training prompts by the target, or documents."""
 
-    num_prompts: int
+    num_prompts: int  # texts
     prompt_tokens: int = 200
     new_tokens: int = 160
     batch: int = 64
@@ -121,7 +144,7 @@ class DraftSettings(ModelSettings):
     """The draft: its size, its training, and its training data."""
 
     rollouts: RolloutSettings
-    corpus_share: float = 0.25  # share of rows from the corpus; the others are the target's own text
+    corpus_share: float = 0.25  # share of texts that are documents; the others are the target's own
     argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
     layers: tuple[int, ...] = ()  # one layer of the target per draft layer, to initialize from; empty: random
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +20,39 @@ EDITABLE = {
 }
 
 
-@dataclass(frozen=True)
-class Begun:
-    """The start of a run: settings by dotted name, target layers that it reads, number of texts, and their digest."""
-
-    settings: dict[str, Any]
-    layers: list[int]
-    num_texts: int
-    seeds: str
+# The record of a run's start: settings by dotted name, the target's layers, number of texts, digest of their seeds.
+Record = dict[str, Any]
+KINDS = {"settings": dict, "layers": list, "num_texts": int, "seeds": str}
 
 
-def settle(recipe: Any, layers: Seq[int], checkpoint: Path, seeds: Seq[Seed]) -> Begun:
+def settle(recipe: Any, layers: Seq[int], checkpoint: Path, seeds: Seq[Seed]) -> Record:
     """The record of a run's start, to store with `write_record`: that of the checkpoint if there is one.
 
     `recipe`: a frozen dataclass; `layers`: layers of the target that are read; `seeds` of the texts, which may be more
     than in the first run. Raises ConfigError where the checkpoint is of other settings or prompts, or of more texts.
     """
     settings = {name: value for name, value in flat(dataclasses.asdict(recipe)).items() if name not in EDITABLE}
-    now = Begun(settings, list(layers), len(seeds), digest_of(list(seeds)))
+    now: Record = {
+        "settings": settings,
+        "layers": list(layers),
+        "num_texts": len(seeds),
+        "seeds": digest_of(list(seeds)),
+    }
     if not checkpoint.exists():
         return now
     begun = read_record(record_path(checkpoint))
-    then, asked = ({**b.settings, "layers": b.layers} for b in (begun, now))
+    then, asked = ({**b["settings"], "layers": b["layers"]} for b in (begun, now))
     changed = [f"{n} {then[n]} (now {asked[n]})" for n in asked if n in then and then[n] != asked[n]]
+    first = begun["num_texts"]
     if changed:
-        raise ConfigError(
-            f"{checkpoint} was trained with other settings: {', '.join(changed)}; restore them to go on, or train anew "
-            f"with another --out (on a resume may change: {', '.join(sorted(EDITABLE))})"
-        )
-    if len(seeds) < begun.num_texts:
-        raise ConfigError(
-            f"{checkpoint} was trained on {begun.num_texts} texts; --num-texts may grow on a resume, not fall to "
-            f"{len(seeds)}: leave it, or train anew with another --out"
-        )
-    if digest_of(list(seeds[: begun.num_texts])) != begun.seeds:
-        raise ConfigError(
-            f"{checkpoint} was trained on texts of other prompts; give the same --prompts or --data to go on, or train "
-            "anew with another --out"
-        )
-    return begun
+        wrong = f"with other settings: {', '.join(changed)}; restore them (may change: {', '.join(sorted(EDITABLE))})"
+    elif len(seeds) < first:
+        wrong = f"on {first} texts; --num-texts may grow on a resume, not fall to {len(seeds)}: leave it"
+    elif digest_of(list(seeds[:first])) != begun["seeds"]:
+        wrong = "on texts of other prompts; give the same --prompts or --data to go on"
+    else:
+        return begun
+    raise ConfigError(f"{checkpoint} was trained {wrong}, or train anew with another --out")
 
 
 def record_path(checkpoint: Path) -> Path:
@@ -67,12 +60,12 @@ def record_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name.split(".")[0] + ".run.json")
 
 
-def write_record(begun: Begun, checkpoint: Path) -> None:
+def write_record(begun: Record, checkpoint: Path) -> None:
     """Store the start of a run, before it has a checkpoint."""
     path = record_path(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        file.write((json.dumps(dataclasses.asdict(begun), indent=2) + "\n").encode())
+        file.write((json.dumps(begun, indent=2) + "\n").encode())
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -84,10 +77,10 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_record(path: Path) -> Begun:
+def read_record(path: Path) -> Record:
     """The record of a run. Raises ConfigError for a damaged one."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return Begun(dict(table["settings"]), list(table["layers"]), int(table["num_texts"]), str(table["seeds"]))
+        return {name: kind(table[name]) for name, kind in KINDS.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error!r}); train anew, with another --out") from None

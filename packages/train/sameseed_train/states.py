@@ -1,6 +1,6 @@
-"""Texts that a target writes, and its hidden states on them: the training data of draft heads.
+"""Texts that a target generates, and its hidden states on them: the training data of draft heads.
 
-sameseed's own ModelRunner writes and reads them. So a head can be trained for any model and number format that the
+sameseed's own ModelRunner generates and reads them. So a head can be trained for any model and number format that the
 engine runs, on the same states that the head will read in use. (EAGLE: Li et al., 2024; EAGLE-3: Li et al., 2025.)
 Only tokens are stored for good. A prompt pass computes a text's states again, bit for bit; a cache of bounded size
 keeps them for the next time.
@@ -34,7 +34,7 @@ LEAST_FREE = 2e9  # bytes of the disk that the cache of states leaves to others
 
 @dataclass(frozen=True)
 class Seed:
-    """The beginning of a text: the target writes `num_new` tokens after `ids`, at `temperature` (0: greedy).
+    """The beginning of a text: the target generates `num_new` tokens after `ids`, at `temperature` (0: greedy).
 
     With `num_new` 0 the text is `ids` itself, and all of its tokens are trained on.
     """

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,11 @@ class Log:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
-    def read(self, stage: str) -> list[dict[str, Any]]:
-        """The rows of a stage."""
-        with self.path.open(encoding="utf-8") as file:
-            return [row for row in map(json.loads, file) if row["stage"] == stage]
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows so far; a line that was cut off when its run was killed is left out."""
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 @contextmanager

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures_eagle import silence
-from fixtures_training import NEW_TOKENS, PROMPTS
-from lawkit import write_model
 from tokenizers import Tokenizer
 
-from sameseed_train import head_measure
 from sameseed_train.tokenizer import train_tokenizer
 
 RECIPE = """
@@ -153,16 +148,3 @@ def recipe_path(tmp_path: Path) -> Path:
 def tokenizer() -> Tokenizer:
     """A small tokenizer of sums and cats."""
     return train_tokenizer([str(sum_row(i)["text"]) + str(prose_row(i)["text"])[:80] for i in range(60)], 320)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A target that a head can predict nearly perfectly, since only its first layer adds something; and prompts."""
-    root = tmp_path_factory.mktemp("runs")
-    write_model(root / "target", num_hidden_layers=3)
-    silence(root / "target", 0.5)
-    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
-    (root / "held.jsonl").write_text("".join(json.dumps(p) + "\n" for p in PROMPTS[1:4] + PROMPTS[8:9]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_measure, "NEW_TOKENS", NEW_TOKENS)
-        yield root

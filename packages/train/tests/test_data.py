@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from sameseed.errors import SameseedError
 from sameseed_train import data as corpus
+from sameseed_train.made import HELD_OUT_TEXTS, made_texts
 from sameseed_train.recipe import load_recipe
-from sameseed_train.records import HELD_OUT_TEXTS, record_texts
 from sameseed_train.tokenizer import ASSISTANT, BEGIN, END, USER
 
 PAD = 0
@@ -91,7 +91,7 @@ def test_held_out_documents_are_not_trained_on(data: Path, recipe_path: Path) ->
 def test_bad_rows_name_their_line(data: Path, recipe_path: Path, line: str) -> None:
     with gzip.open(data / "sums.jsonl.gz", "at", encoding="utf-8") as file:
         file.write(line + "\n")
-    with pytest.raises(SameseedError, match=r"line 151"):
+    with pytest.raises(SameseedError, match=r"sums\.jsonl\.gz:151"):
         corpus.training_order(load_recipe(recipe_path), data)
 
 
@@ -108,7 +108,10 @@ def test_damaged_archive_and_unmatched_source(data: Path, recipe_path: Path) -> 
 
 
 def test_records_say_what_was_asked_and_held_out_people_are_not_trained_on() -> None:
-    trained, held = islice(record_texts(1, held_out=False), 2000), list(record_texts(1, held_out=True))
+    trained, held = (
+        islice(made_texts("records", 1, held_out=False), 2000),
+        list(made_texts("records", 1, held_out=True)),
+    )
     people: dict[bool, set[str]] = {}
     for is_held, texts in ((False, trained), (True, held)):
         seen = people.setdefault(is_held, set())
@@ -125,3 +128,24 @@ def test_records_say_what_was_asked_and_held_out_people_are_not_trained_on() -> 
             assert all(name in question for name in names) and names, answer
             seen.update(names)
     assert len(held) == HELD_OUT_TEXTS and not people[True] & people[False]
+
+
+def test_sums_are_right_and_held_out_ones_are_not_trained_on() -> None:
+    seen: list[set[tuple[str, str, str]]] = []
+    for texts in (islice(made_texts("sums", 1, held_out=False), 3000), made_texts("sums", 1, held_out=True)):
+        seen.append(set())
+        for question, answer in texts:
+            a, sign, b, _, result = answer.split(".")[0].split()
+            value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
+            assert int(result) == value and f"The answer is {result}" in answer
+            assert question.index(a) <= question.rindex(b)
+            seen[-1].add((a, sign, b))
+    assert seen[0] and seen[1] and not seen[0] & seen[1]
+
+
+@pytest.mark.parametrize("kind", ["sums", "records"])
+def test_endless_kinds_need_a_size(recipe_path: Path, kind: str) -> None:
+    text = recipe_path.read_text().replace("max_mb = 0.002\n", "").replace('kind = "sums"', f'kind = "{kind}"')
+    recipe_path.write_text(text)
+    with pytest.raises(SameseedError, match="max_mb"):
+        load_recipe(recipe_path)

@@ -20,8 +20,7 @@ from sameseed_train.draft import DraftRecipe, run_draft
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.own import Sources
-from sameseed_train.recipe import TrainSettings
-from sameseed_train.seeds import TextSettings
+from sameseed_train.recipe import TextSettings, TrainSettings
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def test_a_pair_is_trained_there(
     for old, new in steps.items():
         text = text.replace(old, new)
     recipe_path.write_text(text)
-    for name, less in {"NEW_TOKENS": 2, "PROMPTS_PER_DOMAIN": 1, "DEMO_PROMPTS_PER_DOMAIN": 1}.items():
+    for name, less in {"PROMPTS_PER_DOMAIN": 1, "DEMO_PROMPTS_PER_DOMAIN": 1}.items():
         monkeypatch.setattr(measure, name, less)
     documents = measure.corpus.held_out_documents
     monkeypatch.setattr(measure.corpus, "held_out_documents", lambda *args: documents(*args)[10:15])

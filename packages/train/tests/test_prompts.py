@@ -15,15 +15,13 @@ from lawkit import write_model
 from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer
 from sameseed.tokenizer import Tokenizer
-from sameseed_train import head_measure
 from sameseed_train.checkpoint import save_tensors
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, SizeSettings
 from sameseed_train.optim import OptimSettings
 from sameseed_train.own import Sources, load_own_recipe
-from sameseed_train.prompts import conversations
-from sameseed_train.recipe import SourceSettings, TrainSettings
-from sameseed_train.seeds import TextSettings, file_seeds, recipe_held_out, recipe_seeds
+from sameseed_train.prompts import conversations, file_seeds, recipe_held_out, recipe_seeds
+from sameseed_train.recipe import SourceSettings, TextSettings, TrainSettings
 
 SOURCES = (
     SourceSettings("sums", "sums", "MIT", max_mb=0.02),
@@ -75,7 +73,7 @@ def test_more_seeds_begin_like_fewer(data: Path, target: Path, tokenizer: Tokeni
 def test_held_out_documents_give_no_training_prompt(data: Path, tokenizer: Tokenizer) -> None:
     asked = itertools.islice(conversations(SOURCES, data, 3, held_out=False), 600)
     held = itertools.islice(conversations(SOURCES, data, 3, held_out=True), 300)
-    trained, measured = {a.document.text for a in asked}, {a.document.text for a in held}
+    trained, measured = {d.text for _, d, *_ in asked}, {d.text for _, d, *_ in held}
     assert trained and measured and not trained & measured
     prompts = recipe_held_out(SOURCES, data, tokenizer, TEXTS, 3, 12)
     assert len({ids for ids, _ in prompts}) == len(prompts) == 12
@@ -92,11 +90,9 @@ def test_sources_that_give_nothing_are_refused(data: Path, tokenizer: Tokenizer,
         replace(SOURCES[0], kind="chats")
 
 
-def test_a_head_of_a_recipe_has_a_curve(
-    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_of_a_recipe_has_a_curve(data: Path, target: Path, tmp_path: Path) -> None:
     """Without a file of held-out prompts those of the recipe's sources are measured; the card has curve and sources."""
-    monkeypatch.setattr(head_measure, "NEW_TOKENS", 12)
+    how = {"quiet": True, "measured_tokens": 12}
     recipe = HeadRecipe(
         target=str(target),
         layers=(1, 2, 3),
@@ -105,8 +101,8 @@ def test_a_head_of_a_recipe_has_a_curve(
         texts=TEXTS,
         train=TrainSettings(2, rows=4, row_tokens=128, warmup=1, optim=OptimSettings(0.02, 0.002)),
     )
-    done = run_head(recipe, Sources(data=data), tmp_path / "out", quiet=True, stop_after=1)
-    done = run_head(recipe, Sources(data=data), tmp_path / "out", quiet=True, resume=True)
+    done = run_head(recipe, Sources(data=data), tmp_path / "out", **how, stop_after=1)
+    done = run_head(recipe, Sources(data=data), tmp_path / "out", **how, resume=True)
     assert [point["step"] for point in done.results["curve"]] == [1, 2]
     assert done.results["curve"][-1]["rate"] == done.results["acceptance"]["all"]["rate"]
     card = (done.folder / "README.md").read_text(encoding="utf-8")

@@ -13,13 +13,11 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from sameseed.errors import ConfigError
-from sameseed_train.draft import DraftRecipe, DraftSize, run_draft
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.optim import OptimSettings
 from sameseed_train.own import Sources
-from sameseed_train.recipe import TrainSettings
-from sameseed_train.seeds import TextSettings
+from sameseed_train.recipe import TextSettings, TrainSettings
 from sameseed_train.states import StoredTexts
 
 
@@ -122,21 +120,3 @@ def test_without_a_checkpoint_a_run_begins_anew(folder: Path, begun: Path) -> No
     head = train_head(folder, begun, layers=(1, 1, 2))
     config = json.loads((head / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 1, 2]
-
-
-def test_a_draft_is_refused_alike(folder: Path, tmp_path: Path) -> None:
-    recipe = DraftRecipe(
-        target=str(folder / "target"),
-        size=DraftSize(num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1),
-        texts=TextSettings(num_texts=8, prompt_tokens=32, new_tokens=12),
-        train=TrainSettings(2, rows=4, row_tokens=64, warmup=1),
-    )
-    sources = Sources(folder / "prompts.jsonl")
-    run_draft(recipe, sources, tmp_path / "out", quiet=True)
-    with pytest.raises(ConfigError, match=r"argmax_weight 0\.5"):
-        run_draft(replace(recipe, argmax_weight=0.1), sources, tmp_path / "out", quiet=True, resume=True)
-    longer = replace(recipe, train=replace(recipe.train, steps=4), texts=replace(recipe.texts, num_texts=10))
-    done = run_draft(longer, sources, tmp_path / "out", quiet=True, resume=True)
-    assert done.results["training"]["step"] == 4
-    with pytest.raises(ConfigError, match="sameseed bench"):
-        run_draft(recipe, replace(sources, measure=sources.prompts), tmp_path / "new")

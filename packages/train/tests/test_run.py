@@ -12,10 +12,6 @@ import torch
 from sameseed.cli import main
 from sameseed_train import pipeline, run
 from sameseed_train.checkpoint import read_tensors
-from sameseed_train.data import encode
-from sameseed_train.distill import PROMPT_BIT, draft_batch, draft_job, training_prompts
-from sameseed_train.model import LlamaForTraining
-from sameseed_train.recipe import load_recipe
 from sameseed_train.trainer import Log, TrainJob, train as real_train
 
 
@@ -70,32 +66,41 @@ def test_interrupted_run_equals_a_whole_one(
         assert all(torch.equal(whole[n], parts[n]) for n in whole)
 
 
-def test_prompts_for_the_draft_come_from_training_data_only(recipe_path: Path, data: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_path)
-    tokenizer = pipeline.tokenizer_stage(recipe, data, tmp_path)
-    held_out = [encode(tokenizer, d) for d in pipeline.corpus.held_out_documents(recipe, data)]
-    prompts = training_prompts(recipe, data, tokenizer)
-    assert len(prompts) > 10
-    assert not any(ids[: len(p)] == p for p in prompts for ids in held_out if len(p) > 12)
+def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path, data: Path, tmp_path: Path) -> None:
+    """A finished run that is resumed trains nothing; a draft that has no record is trained anew."""
+    out = tmp_path / "out"
+
+    def steps() -> dict[str, list[int]]:
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        return {
+            stage: [row["step"] for row in lines if row["stage"] == stage]
+            for stage in ("target", "unlikelihood", "draft")
+        }
+
+    first = run(recipe_path, data=data, out=out, quiet=True)
+    once = {"target": [*range(12)], "unlikelihood": [*range(4)], "draft": [*range(8)]}
+    assert run(recipe_path, data=data, out=out, resume=True, quiet=True).results == first.results
+    assert steps() == once
+    (out / "draft.run.json").unlink()
+    run(recipe_path, data=data, out=out, resume=True, quiet=True)
+    assert steps() == once | {"draft": [*range(8)] * 2}
+    recipe_path.write_text(
+        recipe_path.read_text(encoding="utf-8").replace("steps = 12", "steps = 14"), encoding="utf-8"
+    )
+    run(recipe_path, data=data, out=out, resume=True, quiet=True)
+    assert steps() == {"target": [*range(14)], "unlikelihood": [*range(4)] * 2, "draft": [*range(8)] * 3}
 
 
-def test_a_draft_begins_as_layers_of_its_target(recipe_path: Path, tmp_path: Path) -> None:
+def test_a_draft_begins_as_layers_of_its_target(recipe_path: Path, data: Path, tmp_path: Path) -> None:
     text = recipe_path.read_text(encoding="utf-8")
     size = re.search(r"\[target\.shape\]\n(.*?)\n\n", text, re.S)
     assert size is not None
     own = "[draft]\nlayers = [1]\n[draft.shape]\n" + size[1].replace("num_layers = 2", "num_layers = 1")
-    recipe_path.write_text(re.sub(r"\[draft\.shape\]\n.*?\n\n", own + "\n\n", text, flags=re.S), encoding="utf-8")
-    recipe = load_recipe(recipe_path)
-    target, rows = LlamaForTraining(recipe.target.shape, 1), torch.zeros(4, 65, dtype=torch.int32)
-    draft = draft_job(recipe, target, rows, rows, 0, tmp_path).model
-    its = target.state_dict()
-    for name, weight in draft.state_dict().items():
-        assert weight.equal(its[name.replace("layers.0", "layers.1")]), name
-
-
-def test_draft_batches_mix_corpus_and_rollouts(recipe_path: Path) -> None:
-    recipe = load_recipe(recipe_path)  # one of 4 rows is from the corpus
-    rows, rollouts = torch.zeros(7, 65, dtype=torch.int32), torch.full((5, 65), PROMPT_BIT + 1, dtype=torch.int32)
-    for step in range(6):
-        marked = (draft_batch(recipe, rollouts, rows, step) >= PROMPT_BIT).all(dim=1)
-        assert marked.shape == (4,) and int(marked.sum()) == 3
+    text = re.sub(r"\[draft\.shape\]\n.*?\n\n", own + "\n\n", text, flags=re.S).replace("steps = 8", "steps = 1")
+    recipe_path.write_text(
+        text.replace("warmup = 3\n\n[draft.roll", "warmup = 1000000\n\n[draft.roll"), encoding="utf-8"
+    )
+    done = run(recipe_path, data=data, out=tmp_path / "out", quiet=True)
+    its, own_weights = (read_tensors(f / "model.safetensors")[0] for f in (done.target, done.draft))
+    for name, weight in own_weights.items():
+        assert torch.allclose(weight.float(), its[name.replace("layers.0", "layers.1")].float(), atol=1e-2), name

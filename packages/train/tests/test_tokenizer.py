@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from sameseed.errors import SameseedError
-from sameseed_train.measure import encode_prompt
+from sameseed_train.data import Document, encode
 from sameseed_train.tokenizer import BEGIN, SPECIAL, save_tokenizer, token_id, train_tokenizer
 
 
@@ -35,8 +35,9 @@ def test_chat_template_agrees_with_training(tokenizer: Tokenizer, tmp_path: Path
     save_tokenizer(tokenizer, tmp_path, 512)
     loaded = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     messages = [{"role": "user", "content": "What is 1 plus 2? "}]
-    text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert loaded.encode(text, add_special_tokens=False) == encode_prompt(tokenizer, {"messages": messages})
+    text = loaded.apply_chat_template(messages, tokenize=False)
+    document = Document("d", "s", "", (("user", "What is 1 plus 2?"),))
+    assert loaded.encode(text, add_special_tokens=False) == encode(tokenizer, document)
     assert loaded.eos_token == "<|end|>"
 
 
