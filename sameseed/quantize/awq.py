@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sameseed import fields
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats, decoded, is_dense
 from sameseed.quantize._decoder import NORM_OF, STAGES, UP, Block, V
@@ -33,12 +35,11 @@ class Awq(Quantizer):
         `clip`: also search each group's clipping range.
         """
 
-        grid: int = 10
+        grid: int = within(10, 1)
         clip: bool = True
 
         def __post_init__(self) -> None:
-            if self.grid < 1:
-                raise ConfigError(f"awq's grid has at least 1 step, e.g. 10; got {self.grid}")
+            fields.check(self)
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in STAGES:

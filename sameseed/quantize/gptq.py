@@ -5,13 +5,14 @@ Frantar et al. (2023), "GPTQ: Accurate Post-Training Quantization for Generative
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sameseed import fields
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
 from sameseed.quantize._grid import CodeGrid, clip, unit
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -30,16 +31,13 @@ class Gptq(Quantizer):
         `act_order`: round columns with large inputs first. `clip`: search each group's range before rounding.
         """
 
-        damping: float = 0.01
-        block: int = 128
+        damping: float = within(0.01, 0, 1000)
+        block: int = within(128, 1)
         act_order: bool = True
         clip: bool = True
 
         def __post_init__(self) -> None:
-            if not 0 <= self.damping < math.inf:
-                raise ConfigError(f"gptq's damping is a share of at least 0, e.g. 0.01; got {self.damping:g}")
-            if self.block < 1:
-                raise ConfigError(f"gptq's block is at least 1 column, e.g. 128; got {self.block}")
+            fields.check(self)
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         if stats is None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
+from sameseed import fields
+from sameseed.fields import within
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats, is_dense
 from sameseed.quantize._decoder import NORM_OF, STAGES, Block
@@ -26,11 +27,10 @@ class Smooth(Quantizer):
     class Options:
         """`alpha`: 0 leaves all outliers in the activations, 1 moves all into the weights."""
 
-        alpha: float = 0.5
+        alpha: float = within(0.5, 0, 1)
 
         def __post_init__(self) -> None:
-            if not 0 <= self.alpha <= 1:
-                raise ConfigError(f"smooth's alpha lies from 0 to 1, e.g. 0.5; got {self.alpha:g}")
+            fields.check(self)
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in NORM_OF:

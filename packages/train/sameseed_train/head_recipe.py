@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sameseed import fields
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
+from sameseed.fields import within
 from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed.scheme import QuantScheme
@@ -35,11 +37,14 @@ class LossSettings:
     a batch: those that its texts have, the most frequent, and some random ones (0: all tokens).
     """
 
-    unroll: int = 4
+    unroll: int = within(4, 1)
     falloff: float = 0.8
     alone: float = 0.5
     argmax_weight: float = 0.5
     candidates: int = 2048
+
+    def __post_init__(self) -> None:
+        fields.check(self)
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,15 @@ class BlockSettings:
     has). Each text in a batch gives `anchors` blocks; draft g of a block has the weight exp(-g / `decay`).
     """
 
-    num_layers: int = 3
-    block_size: int = 7
-    markov_rank: int = 64
+    num_layers: int = within(3, 1)
+    block_size: int = within(7, 4, MAX_NODES)
+    markov_rank: int = within(64, 0)
     mask_token: int = -1
-    anchors: int = 24
-    decay: float = 4.0
+    anchors: int = within(24, 1)
+    decay: float = within(4.0, 0, above=True)
+
+    def __post_init__(self) -> None:
+        fields.check(self)
 
 
 # Kind of head -> the settings that only this kind uses.
@@ -70,10 +78,10 @@ class HeadTraining(TrainSettings):
     Learning rates are small enough not to destroy at once the layer that is copied from the target.
     """
 
-    steps: int = 600
-    rows: int = 24
+    steps: int = within(600, 1)
+    rows: int = within(24, 1)
     warmup: int = 20
-    decay: float = 0.5
+    decay: float = within(0.5, 0, 1)
     precision: str = "bfloat16"
     optim: OptimSettings = field(default_factory=lambda: OptimSettings(0.02, 0.002))
 
@@ -102,18 +110,6 @@ class HeadRecipe(OwnRecipe):
         QuantScheme.parse(self.store or "auto")
         if self.kind not in KINDS:
             raise ConfigError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
-        block = self.block
-        if not (block.num_layers >= 1 and 4 <= block.block_size <= MAX_NODES and block.markov_rank >= 0):
-            raise ConfigError(
-                f"a block head has at least 1 layer, blocks of 4 to {MAX_NODES} tokens and a markov_rank of at least "
-                f"0, got {block.num_layers}, {block.block_size} and {block.markov_rank}"
-            )
-        if block.anchors < 1 or block.decay <= 0:
-            raise ConfigError(f"anchors must be at least 1 and decay above 0, got {block.anchors} and {block.decay}")
-        if self.loss.unroll < 1:
-            raise ConfigError(
-                f"unroll (the depth that a head is trained for) must be at least 1, got {self.loss.unroll}"
-            )
 
     def unused(self) -> list[tuple[str, tuple[str, ...]]]:
         """Flags that have no effect, by what they need."""

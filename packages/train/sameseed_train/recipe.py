@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from sameseed import fields
 from sameseed.errors import ConfigError, nearest
+from sameseed.fields import within
 from sameseed_train.model import ModelShape
 from sameseed_train.optim import OptimSettings
 
@@ -67,31 +68,26 @@ class TextSettings:
     `corpus_share`: share of texts that are given documents rather than written by the target.
     """
 
-    num_texts: int = 4000
-    prompt_tokens: int = 200
-    new_tokens: int = 192
-    greedy: float = 0.85
+    num_texts: int = within(4000, 1)
+    prompt_tokens: int = within(200, 1)
+    new_tokens: int = within(192, 1)
+    greedy: float = within(0.85, 0, 1)
     temperature: float = 0.8
-    corpus_share: float = 0.1
+    corpus_share: float = within(0.1, 0, 1)
 
     def __post_init__(self) -> None:
-        for name in ("num_texts", "prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("greedy", "corpus_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} must lie in 0..1, got {getattr(self, name)}")
+        fields.check(self)
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Length and schedule of a training: the rate rises over `warmup` steps, stays, then falls to 0 over `decay`."""
 
-    steps: int
-    rows: int = 12
-    row_tokens: int = 512
+    steps: int = within(MISSING, 1)
+    rows: int = within(12, 1)
+    row_tokens: int = within(512, 8)
     warmup: int = 40
-    decay: float = 0.4  # share of all steps; edit `steps` and resume to begin the decay early
+    decay: float = within(0.4, 0, 1)  # share of all steps; edit `steps` and resume to begin the decay early
     clip: float = 1.0
     checkpoint_minutes: float = 5.0
     precision: str = "float32"  # of matrix products; "bfloat16" (autocast) is faster where the processor has it
@@ -99,10 +95,7 @@ class TrainSettings:
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.rows < 1 or self.row_tokens < 8:
-            raise ConfigError("train needs steps >= 1, rows >= 1 and row_tokens >= 8")
-        if not 0.0 <= self.decay <= 1.0:
-            raise ConfigError(f"train.decay must lie in 0..1, got {self.decay:g}")
+        fields.check(self)
         if self.precision not in PRECISIONS:
             raise ConfigError(f"train.precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
 

@@ -206,7 +206,7 @@ def test_flags_stand_for_settings() -> None:
         ({"target": ""}, "--target"),
         ({"train": TrainSettings(12, rows=6, row_tokens=8)}, "row_tokens"),
         ({"kind": "medusa"}, "eagle3"),
-        ({**BLOCK, "block": BlockSettings(block_size=3)}, "blocks of 4"),
+        ({**BLOCK, "block": BlockSettings(block_size=3)}, "block_size"),
         ({**BLOCK, "block": BlockSettings(anchors=0)}, "anchors"),
         ({**BLOCK, "block": BlockSettings(mask_token=MODEL_VOCAB)}, "mask_token"),
         ({**BLOCK, "layers": (0, 2)}, "layers"),
