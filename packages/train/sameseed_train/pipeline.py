@@ -54,16 +54,15 @@ def run_stages(
     def stage(job: TrainJob) -> None:
         """Train the target and export it; before more steps, what learned from its earlier weights is deleted."""
         if not job.checkpoint.exists() or read_tensors(job.checkpoint)[1]["step"] < job.settings.steps:
-            for name in LATER[job.name]:
-                checkpoint_path(out, name).unlink(missing_ok=True)
-            for name in ("texts", "states", "held-out"):
-                shutil.rmtree(out / name, ignore_errors=True)
+            forget(out, LATER[job.name])
         results[job.name] = train(job, log, quiet=quiet)
         export_model(model, out / "target", begin, (end,), pad)
 
     stage(target_job(recipe, model, rows, pad, out))
     if recipe.unlikelihood is not None:
         stage(unlikelihood_job(recipe, model, rows, lambda: loop_texts(recipe, data, out, device), pad, out))
+    elif checkpoint_path(out, "unlikelihood").exists():  # no longer in the recipe
+        forget(out, LATER["target"])
     context = recipe.target.shape.max_positions
     new_tokens = min(NEW_TOKENS, context // 2)
     prompts = write_prompts(recipe, documents, out, min(CHAT_CHARACTERS, context - new_tokens - TEMPLATE))
@@ -93,6 +92,14 @@ def run_stages(
     plot_losses(log, out / "loss.png")
     write_pair_cards(recipe, results, out)
     return results
+
+
+def forget(out: Path, stages: tuple[str, ...]) -> None:
+    """Delete the checkpoints of stages that learned from other weights of the target, and all that it generated."""
+    for name in stages:
+        checkpoint_path(out, name).unlink(missing_ok=True)
+    for name in ("texts", "states", "held-out"):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def tokenizer_stage(recipe: Recipe, data: Path, out: Path) -> Tokenizer:
