@@ -196,9 +196,10 @@ def study(name: str) -> Picture:
     found = largest(name)
     plot_name, part = STUDIES[name]
     plot = next(p for p in _runner.load(name).report(found).plots if p.name == plot_name)
-    return Picture(
-        plot.title, plot.panels[part], f"{_page.ours(found[-1])}. {origins(found)}", f"{name}: {plot.title}", 3
-    )
+    timed = [r for r in found if "repetitions" in r] or found
+    about = _page.ours(timed[-1])
+    about = f"{about[0].upper()}{about[1:]}. {origins(timed)}"
+    return Picture(plot.title, plot.panels[part], about, f"{name}: {plot.title}", 3)
 
 
 MAKERS: dict[str, Callable[[], Picture]] = {
