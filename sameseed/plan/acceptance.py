@@ -54,27 +54,14 @@ class Replay:
 
     Position i of a text is a round that begins with i + 1 generated tokens; text t has positions offsets[t] ..
     offsets[t + 1]. `accepted`, `nodes` int16 [P, S]: accepted tokens, up to the text's end, and nodes that were
-    verified. `steps` int16 [P, S, D]: depth of the nodes that each of the D `levels` drafted. `num_prompts` int32 [n]:
-    tokens of the prompts.
+    verified. `steps` int16 [P, S, D]: depth of the nodes that each of the D levels drafted.
     """
 
     sizes: tuple[int, ...]
-    levels: tuple[str, ...]
-    num_prompts: NDArray[np.int32]
     offsets: Ints
     accepted: NDArray[np.int16]
     nodes: NDArray[np.int16]
     steps: NDArray[np.int16]
-
-    @property
-    def num_texts(self) -> int:
-        return len(self.num_prompts)
-
-    @property
-    def num_tokens(self) -> Ints:
-        """Tokens of each text, without the prompt."""
-        found: Ints = np.diff(self.offsets) + 1
-        return found
 
     def column(self, size: int) -> int:
         """The index of a draft size. Raises ConfigError for a size that was not replayed."""
@@ -128,18 +115,17 @@ class Replay:
         """The replay with these draft sizes only. Raises ConfigError for a size that was not replayed."""
         at = [self.column(size) for size in sizes]
         cut = self.accepted[:, at], self.nodes[:, at], self.steps[:, at]
-        return Replay(tuple(sizes), self.levels, self.num_prompts, self.offsets, *cut)
+        return Replay(tuple(sizes), self.offsets, *cut)
 
     def as_arrays(self) -> Arrays:
         """The arrays that the store keeps."""
-        named = {name: getattr(self, name) for name in ("num_prompts", "offsets", "accepted", "nodes", "steps")}
-        return {"sizes": np.array(self.sizes, np.int32), "levels": np.array(self.levels), **named}
+        return {**vars(self), "sizes": np.array(self.sizes, np.int32)}
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Replay:
         """The inverse of `as_arrays`."""
-        sizes, levels = tuple(arrays["sizes"].tolist()), tuple(arrays["levels"].tolist())
-        return cls(sizes, levels, **{name: a for name, a in arrays.items() if name not in ("sizes", "levels")})
+        named: dict[str, Any] = {**arrays, "sizes": tuple(arrays["sizes"].tolist())}
+        return cls(**named)
 
 
 def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:

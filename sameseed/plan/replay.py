@@ -205,7 +205,7 @@ def replay(
     for start in range(0, len(order), count):
         reader.read(order[start : start + count])
         tick(min(start + count, len(order)), len(order))
-    return _collected(readings, sizes, engine.level_names)
+    return _collected(readings, sizes, reader.num_levels)
 
 
 def _sequence(seq_id: int, text: Text, context: int) -> Sequence:
@@ -214,15 +214,12 @@ def _sequence(seq_id: int, text: Text, context: int) -> Sequence:
     return seq
 
 
-def _collected(readings: Seq[_Reading], sizes: tuple[int, ...], level_names: tuple[str, ...]) -> Replay:
-    events = [event for r in readings for event in r.events]
-    names, s = level_names or ("draft",), len(sizes)
+def _collected(readings: Seq[_Reading], sizes: tuple[int, ...], num_levels: int) -> Replay:
+    events, s = [event for r in readings for event in r.events], len(sizes)
     return Replay(
         sizes,
-        names,
-        np.array([len(r.text.prompt) for r in readings], np.int32),
         np.array([0, *np.cumsum([len(r.events) for r in readings])], np.int64),
         np.array([e.accepted for e in events], np.int16).reshape(-1, s),
         np.array([e.nodes for e in events], np.int16).reshape(-1, s),
-        np.array([e.steps for e in events], np.int16).reshape(-1, s, len(names)),
+        np.array([e.steps for e in events], np.int16).reshape(-1, s, num_levels),
     )

@@ -26,7 +26,7 @@ from sameseed.plan.acceptance import Replay, sizes_up_to
 from sameseed.plan.replay import SPARE, replay
 from sameseed.plan.texts import Texts, Tick, prompts_of, read_texts, write_texts
 
-SCHEMA = 2  # version of what is stored, and of how it is measured
+SCHEMA = 3  # version of what is stored, and of how it is measured
 
 
 class Replayer:

@@ -101,7 +101,7 @@ def test_costs_of_a_profile_and_of_another_engine() -> None:
 def test_a_replay_s_mean_round_by_hand() -> None:
     column = np.array([[2], [1], [0], [0], [1], [0]], np.int16)
     nodes = np.array([[2], [2], [2], [0], [2], [2]], np.int16)
-    texts = Replay((2,), ("a",), np.array([3, 3], np.int32), np.array([0, 4, 6]), column, nodes, nodes[:, :, None])
+    texts = Replay((2,), np.array([0, 4, 6]), column, nodes, nodes[:, :, None])
     found = texts.drafted(2)  # rounds at 0 (2 of 2) and 3 (none) of the first text, at 4 (1 of 2) of the second
     assert (found.accepted, found.rows) == (1.0, pytest.approx(4 / 3))
     assert found.levels == ((pytest.approx(2 / 3), 2.0),)
