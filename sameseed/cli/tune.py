@@ -23,6 +23,7 @@ from sameseed.cli.options import (
 )
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
+from sameseed.models.config import drafts_itself
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TuneArgs:
     max_tokens: int = 96  # longest answer
     temperature: float = 0.0  # as your users sample
     seed: int = 1
-    # as --draft; unset: drafters without a model, and embedded ones
+    # as --draft; unset: drafters without a model, and the target's own
     drafts: Annotated[tuple[str, ...], option("TEXT")] = ()
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
     kv_formats: tuple[str, ...] = ("auto",)  # number formats of the KV cache
@@ -140,10 +141,12 @@ def requested(args: TuneArgs) -> TuneRequest:
 
 
 def _usual(model: str) -> tuple[str, ...]:
-    """All drafters that need no model; for the embedded target its draft, and its head after one of them."""
+    """All drafters that need no model, and the target's own: the embedded draft and head, or its block for MTP."""
     classes = {name: module.DRAFTER for name, module in registry.loaded("drafters").items()}
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
-    return (*alone, EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}") if model in EMBEDDED else tuple(alone)
+    if model in EMBEDDED:
+        return (*alone, EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}")
+    return (*alone, "mtp") if drafts_itself(model) else tuple(alone)
 
 
 def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
