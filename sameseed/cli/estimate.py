@@ -136,14 +136,12 @@ def _memory(found: Seq[Estimate]) -> Table:
     from sameseed.report import table as layout
 
     gib = 2**30
-    first = found[0].memory
-    assert first is not None
+    shown = [(e, e.memory) for e in found if e.memory is not None]
+    first = shown[0][1]
     heads = ["format", "KV", "target", "draft", "cache a 1000 tokens", "at start", "cache full"]
     heads += [*(f"longest text at batch {b}" for b in first.max_context), f"most texts of {found[0].context}"]
     table = layout.table(f"memory in GiB (paper), of {first.available / gib:.1f} there", heads)
-    for e in found:
-        m = e.memory
-        assert m is not None
+    for e, m in shown:
         sizes = (m.weights / gib, m.draft_weights / gib, 1000 * m.cache_per_token / gib, m.start / gib)
         peak = f"{m.peak.value / gib:.2f} ({m.peak.low / gib:.2f} to {m.peak.high / gib:.2f})"
         longest = [str(n) if n else "none" for n in m.max_context.values()]

@@ -144,9 +144,8 @@ def _usual(model: str) -> tuple[str, ...]:
     """All drafters that need no model, and the target's own: the embedded draft and head, or its block for MTP."""
     classes = {name: module.DRAFTER for name, module in registry.loaded("drafters").items()}
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
-    if model in EMBEDDED:
-        return (*alone, EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}")
-    return (*alone, "mtp") if drafts_itself(model) else tuple(alone)
+    packaged = (EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}")
+    return (*alone, *(packaged if model in EMBEDDED else ("mtp",) if drafts_itself(model) else ()))
 
 
 def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
