@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,7 @@ class Loader:
         self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
         self._waiting: set[str] = set()  # requests that were not passed on yet
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "grammars")
 
     def takes(self, frame: ToEngine) -> bool:
         """Take a frame that concerns grammars, or aborts a request that waits here. Returns whether it was taken."""
@@ -65,36 +65,31 @@ class Loader:
                 self._waiting.add(frame.id)
         elif not isinstance(frame, Prepare | LoadGrammar | Forget):
             return False
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
-            self._thread.start()
-        self._queue.put(frame)
+        self._thread.submit(self._take, frame)
         return True
 
-    def _work(self) -> None:
-        while True:
-            frame = self._queue.get()
-            try:
-                if isinstance(frame, Add):
-                    try:
-                        make = self._maker(frame.choice, frame.grammar)
-                    except Exception as error:  # raised when the request is added, which refuses it
-                        make = partial(_raise, error)
-                    with self._lock:
-                        wanted = frame.id in self._waiting
-                        self._waiting.discard(frame.id)
-                        if wanted:  # under the lock: an abort comes later, or is seen here
-                            self._deliver(frame, make)
-                elif isinstance(frame, Forget):
-                    self._grammars.pop(frame.key, None)
-                elif isinstance(frame, LoadGrammar):
-                    self._grammars[frame.key] = self._matching.language(frame.data)
-                else:  # load the library while the helper compiles
-                    _ = self._matching
-            except RequestError as error:  # the library is missing; the request is refused for it
-                log.warning("%s", error)
-            except Exception:
-                log.exception("a compiled grammar could not be loaded")
+    def _take(self, frame: ToEngine) -> None:
+        try:
+            if isinstance(frame, Add):
+                try:
+                    make = self._maker(frame.choice, frame.grammar)
+                except Exception as error:  # raised when the request is added, which refuses it
+                    make = partial(_raise, error)
+                with self._lock:
+                    wanted = frame.id in self._waiting
+                    self._waiting.discard(frame.id)
+                    if wanted:  # under the lock: an abort comes later, or is seen here
+                        self._deliver(frame, make)
+            elif isinstance(frame, Forget):
+                self._grammars.pop(frame.key, None)
+            elif isinstance(frame, LoadGrammar):
+                self._grammars[frame.key] = self._matching.language(frame.data)
+            else:  # load the library while the helper compiles
+                _ = self._matching
+        except RequestError as error:  # the library is missing; the request is refused for it
+            log.warning("%s", error)
+        except Exception:
+            log.exception("a compiled grammar could not be loaded")
 
     def _maker(self, choice: list[str] | None, key: str | None) -> MakeGrammar:
         from sameseed.grammar import Choice
