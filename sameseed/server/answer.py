@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sameseed.errors import reason
+from sameseed.server import limits
 from sameseed.server.client import Stream
 from sameseed.server.connection import cut
 from sameseed.server.errors import ApiError, error_response, internal
@@ -136,7 +138,7 @@ class Answer(Answering):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, metrics, latest = self._reply, self._metrics, scope["sameseed"].arrived
 
-        async def write(events: Iterator[bytes], more: bool = True) -> None:
+        async def write(events: Iterable[bytes], more: bool = True) -> None:
             data = b"".join(events)
             if data or not more:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
@@ -153,16 +155,13 @@ class Answer(Answering):
                 self._status = 200
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                 await write(reply.begin())
-            if len(piece.prompt_logprobs) <= INLINE:
-                await write(reply.events(piece))
-            else:
-                await write(iter(await asyncio.to_thread(list, reply.events(piece))))
+            await write(await limits.away(len(piece.prompt_logprobs) > INLINE, partial(list, reply.events(piece))))
         if self._events:
             await write(reply.end(self._usage), more=False)
         else:
             num_shown = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices)
             many = num_shown + reply.show_tokens * reply.num_prompt_tokens > INLINE
-            body = await asyncio.to_thread(lambda: JSONResponse(reply.body())) if many else JSONResponse(reply.body())
+            body = await limits.away(many, lambda: JSONResponse(reply.body()))
             self._status = 200
             await body(scope, receive, send)
 

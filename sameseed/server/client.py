@@ -137,8 +137,6 @@ class EngineClient(Supervised):
                 await self._task
         await self._templates.close()
         await self._compiler.close()
-        if self.text is not None:
-            self.text.close()
 
     async def render(self, asked: frames.Render, size: int) -> str:
         """Render a conversation with the chat template. `size`: bytes of the request. Raises ApiError 400, 503."""

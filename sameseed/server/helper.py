@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sameseed.server import frames, process
+from sameseed.server import frames, limits, process
 from sameseed.server.errors import ApiError, bad_request, unavailable
 from sameseed.server.frames import Frame, Result, Setup, Unpacker
 from sameseed.server.structured import GrammarSource
@@ -88,7 +88,7 @@ class Helper:
         await self._end()
 
     async def _answer(self, frame: Frame, size: int) -> Result:
-        data = await asyncio.to_thread(frames.pack, frame) if size > LARGE else frames.pack(frame)
+        data = await limits.away(size > LARGE, lambda: frames.pack(frame))
         async with self._lock:
             if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
                 await self._start()

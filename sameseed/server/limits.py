@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import re
 from collections.abc import Callable, Sequence as Seq
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from sameseed.server.errors import ApiError, bad_request
 
@@ -42,8 +44,15 @@ PASSED = {"messages", "input", "tools", "tool_choice", "chat_template_kwargs", "
 PASSED |= {"response_format", "structured_outputs", "guided_json"}
 
 log = logging.getLogger("sameseed.server")
+T = TypeVar("T")
+_THREADS = ThreadPoolExecutor(2, "server")  # more would only take turns on the interpreter lock
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STRING = re.compile(rb'"[^"]*"')  # strings without escapes; with escapes the expression would take quadratic time
+
+
+async def away(large: bool, work: Callable[[], T]) -> T:
+    """Do work; if it is large, in a thread, while the event loop goes on. To hand over small work would take longer."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if large else work()
 
 
 def parse_object(raw: bytes, name: str = "the body", unique: bool = True) -> dict[str, Any]:

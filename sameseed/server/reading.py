@@ -110,7 +110,7 @@ class Intake:
             def parsed() -> dict[str, Any]:
                 return limits.counted(limits.parse_object(b"".join(parts)))
 
-            yield parsed() if visit.size <= INLINE else await asyncio.to_thread(parsed)
+            yield await limits.away(visit.size > INLINE, parsed)
         except ClientDisconnect:
             raise ApiError(400, "the client left") from None
         finally:

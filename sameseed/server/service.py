@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from fastapi.responses import JSONResponse
 from sameseed.errors import RequestError
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams, Speculation
-from sameseed.server import frames
+from sameseed.server import frames, limits
 from sameseed.server.answer import Answer, too_late
 from sameseed.server.chat import ChatReply, ResponseReply
 from sameseed.server.client import EngineClient
@@ -124,7 +123,6 @@ class Service:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue, len(config.keys), config.keys.limits)
         self._intake = Intake()
-        self._threads = ThreadPoolExecutor(2, "bodies")  # more would only take turns on the interpreter lock
         self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
 
     async def fields(self, request: Request, *kinds: type[F]) -> F:
@@ -134,13 +132,7 @@ class Service:
         """
         async with self._intake.held(request) as body:
             kind = kinds[0 if body.get("messages") is None else -1]
-            return await self.aside(visit_of(request), lambda: read(kind, body))
-
-    async def aside(self, visit: Visit, work: Callable[[], T]) -> T:
-        """Run work whose cost grows with the request's body, in a thread if the body is large."""
-        if visit.size <= INLINE:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await limits.away(visit_of(request).size > INLINE, lambda: read(kind, body))
 
     def loaded(self, model: str | None) -> TextCodec:
         """The model's tokenizer. Raises ApiError: 404 for a model that is not served here, 503 without an engine."""
@@ -192,7 +184,8 @@ class Service:
 
     async def _prepared(self, visit: Visit, fields: Common, text: TextCodec) -> tuple[Job, Add, bytes, Compiled | None]:
         """What a reply is made from; the engine's frame, also as bytes; and the grammar. Raises ApiError."""
-        source, content = await self.aside(visit, lambda: (fields.source(text.calls), fields.content()))
+        large = visit.size > INLINE
+        source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
         parser = tool_parser(content.tools, text) if isinstance(content, Render) else None
         if (parser is not None and text.hides_marks) or (isinstance(content, Render) and text.calls == "openai"):
             fields.skip_special_tokens = False
@@ -251,14 +244,14 @@ class Service:
             if isinstance(fields, TokenizeFields):
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
-                asked = await self.aside(visit, fields.content)
+                asked = await limits.away(visit.size > INLINE, fields.content)
                 ids = await text.encode_chat(asked, visit.size, bool(fields.add_special_tokens))
 
             def written() -> JSONResponse:
                 strings = {"token_strs": [text.name(i) for i in ids]} if fields.return_token_strs else {}
                 return JSONResponse({"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids, **strings})
 
-            return await self.aside(visit, written)
+            return await limits.away(visit.size > INLINE, written)
 
     async def detokenize(self, request: Request, fields: DetokenizeFields) -> JSONResponse:
         """Answer POST /detokenize."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from sameseed.errors import RequestError
@@ -44,7 +42,6 @@ class TextCodec:
         marks = [vocabulary[m] for m in (FORMATS[self.calls].marks if self.calls else ()) if m in vocabulary]
         self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
-        self._threads = ThreadPoolExecutor(2, "tokenizer")
 
     async def prompts(
         self, prompts: Seq[str | Seq[int]], add_special_tokens: bool = True, keep: int | None = None
@@ -123,16 +120,10 @@ class TextCodec:
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         return await self.away(size, lambda: [spell(prompt) for prompt in prompts])
 
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     async def away(self, size: int, work: Callable[[], T]) -> T:
         """Do work on `size` characters or tokens, in a thread if there are many. Raises ApiError 400."""
         try:
-            if size <= INLINE:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await limits.away(size > INLINE, work)
         except RequestError as error:
             raise bad_request(str(error), error.field) from None
 

@@ -106,8 +106,6 @@ class Inside(EngineClient):
 
     def leave(self) -> None:
         """End threads and sockets."""
-        if self.text is not None:
-            self.text.close()
         for end in self.ends:
             end.close()
 

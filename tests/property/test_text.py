@@ -173,4 +173,3 @@ def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: b
         assert all(whole.startswith(names[n], places[n]) for n in shown if not names[n].startswith("bytes:"))
         pieces = [tokenizer.piece(tokens[n], begins=n == shown[0]) for n in shown]
         assert b"".join(pieces) == whole.encode()
-    text.close()

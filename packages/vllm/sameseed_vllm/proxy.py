@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -17,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.types import ASGIApp
 
 import sameseed
+from sameseed.server import limits
 from sameseed.server.app import add_state, guarded
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import visit_of
@@ -105,10 +105,7 @@ def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake,
         async with intake.held(request) as body:
             client.check_ready()
             large = visit.size > INLINE
-            if large:
-                await asyncio.to_thread(check, body)
-            else:
-                check(body)
+            await limits.away(large, lambda: check(body))
             if path.startswith("/v1/"):
                 if client.facts.get("greedy_only"):
                     check_greedy(body)
@@ -116,7 +113,7 @@ def _passing(client: Replicas, config: ServerConfig, gate: Gate, intake: Intake,
             count = int(body.get("n") or 1) * num_prompts(body.get("prompt"))
             with gate.enter(visit.tenant, count, visit.size) as ticket:
                 made = path, body, count, len(client.all) > 1
-                call = await asyncio.to_thread(_call, *made) if large else _call(*made)
+                call = await limits.away(large, lambda: _call(*made))
                 return Relay(client, call, ticket.pop_all(), config.request_timeout)
 
     return route

@@ -106,4 +106,3 @@ def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
         assert len(lines) == 2 + made.startswith(b"event: ") and lines[-1] == "", made
     chunk = json.loads(events[1].decode().splitlines()[0].removeprefix("data: "))
     assert chunk["model"] == chunk["choices"][0]["delta"]["content"] == hostile
-    text.close()

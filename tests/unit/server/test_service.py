@@ -47,12 +47,11 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
     """An application whose engine accepts nothing: a prepared request gets a 503."""
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
-    text = client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
+    client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
     app, service = create_app(client, ServerConfig())
     client._over = True
     async with visiting(app) as http:
         yield http, service, helper
-    text.close()
 
 
 Served = tuple[httpx.AsyncClient, Service, Waiting]
