@@ -61,7 +61,11 @@ class ServerMetrics:
         self._requests = counter(
             "http_requests", "requests, by route and status (499: the client left)", "route", "status"
         )
-        self._http, self._seconds = _of_http(self.registry)
+        # Under the names without prefix that FastAPI dashboards read.
+        by, text = ("handler", "method"), "requests, by route and kind of status"
+        self._http = Counter("http_requests", text, (*by, "status"), registry=self.registry)
+        name, text = "http_request_duration_seconds", "from arrival to the end, by route"
+        self._seconds = Histogram(name, text, by, buckets=_WHOLE, registry=self.registry)
         self.first_token = histogram("time_to_first_token_seconds", "from arrival to the first token", _FIRST)
         self.between = histogram("inter_token_latency_seconds", "from one piece of a stream to the next", _BETWEEN)
         self.per_token = histogram("request_time_per_output_token_seconds", "of a request, but the first", _BETWEEN)
@@ -114,14 +118,6 @@ class ServerMetrics:
             self.prefill.observe(max(0.0, first - queue))
             self.decode.observe(max(0.0, total - first))
             self.inference.observe(max(0.0, total - queue))
-
-
-def _of_http(registry: CollectorRegistry) -> tuple[Counter, Histogram]:
-    """Requests and their times by route, under the names without prefix that FastAPI dashboards read."""
-    labels, text = ("handler", "method"), "requests, by route and kind of status"
-    count = Counter("http_requests", text, (*labels, "status"), registry=registry)
-    text = "from arrival to the end, by route"
-    return count, Histogram("http_request_duration_seconds", text, labels, buckets=_WHOLE, registry=registry)
 
 
 class _EngineCounters(Collector):

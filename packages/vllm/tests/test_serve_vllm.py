@@ -128,10 +128,6 @@ FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
     ("flags", "installed", "says"),
     [
         (["--draft", "none", "--vllm-args=--enforce-eagre"], {"flags": FLAGS}, "did you mean --enforce-eager"),
-        ([], {"version": "0.28.1"}, "too old, 0.29 is the oldest"),
-        (["--draft", "suffix"], {"modules": []}, "pip install arctic-inference"),
-        (["--draft", "ngram", "--nodes", "2"], {"modules": []}, "pip install ray"),
-        (["--draft", "ngram", "--nodes", "2"], {"cpu": True}, "one server a node with a router"),
         (["--draft", "none", "--batch-invariant"], {"cpu": True}, "of vLLM's GPU kernels"),
         (["--draft", "none"], None, "has no vLLM; install it"),
     ],
