@@ -56,8 +56,8 @@ def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> T
     tied = walk.config.tied_embeddings
     embedding = source.tensor("model.embed_tokens.weight").float()
     head = embedding if tied else source.tensor("lm_head.weight").float()
-    norm = source.tensor("model.norm.weight").float()
-    h = walk.pipeline.embedding(embedding)[ids]
+    norm = source.tensor("model.norm.weight").float() / walk.config.logit_divisor
+    h = walk.pipeline.embedding(embedding)[ids] * walk.config.embedding_factor
     for block in blocks:
         h = walk.decoder.layer(block, h)
     return walk.decoder.norm(h, walk.pipeline.last_norm(norm)) @ walk.pipeline.head(head, norm).T

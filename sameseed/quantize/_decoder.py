@@ -131,14 +131,14 @@ class DecoderLayers:
         if c.qk_norm:
             q, k = self.norm(q, block.norms["self_attn.q_norm"]), self.norm(k, block.norms["self_attn.k_norm"])
         positions = torch.arange(length, device=x.device).repeat(rows)
-        q, k = (reference.rope(t.flatten(0, 1), positions, self.rope).view_as(t) for t in (q, k))
-        repeats = c.num_heads // c.num_kv_heads
-        k, v = (t.repeat_interleave(repeats, dim=2).transpose(1, 2) for t in (k, v))  # [B, H, S, D]
+        if block.index not in c.still_layers:
+            q, k = (reference.rope(t.flatten(0, 1), positions, self.rope).view_as(t) for t in (q, k))
+        q, k, v = (t.repeat_interleave(c.num_heads // t.shape[2], 2).transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
         window, mask = c.windows[block.index], None
         if window is not None:
             distance = positions[:length, None] - positions[None, :length]
             mask = (distance >= 0) & (distance < window)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=c.score_factor)
         return out.transpose(1, 2).flatten(2)
 
     def after_attention(self, block: Block, h: Tensor) -> Tensor:

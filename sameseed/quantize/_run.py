@@ -225,7 +225,7 @@ class _Run:
             head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
             self.sensitivities = bits.measure(
                 walk,
-                (self.pipeline.last_norm(norm), head),
+                (self.pipeline.last_norm(norm) / self.config.logit_divisor, head),
                 lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
                 lambda done, total: self.report(Progress("budget", done, total)),
             )
@@ -264,10 +264,9 @@ class _Run:
     def _embed(self, rows: Tensor, embedding: tuple[Tensor | QuantTensor, ModuleError | None], out: Tensor) -> None:
         stored = embedding[0]
         for part, ids in zip(chunks(out), torch.split(rows, max(1, len(next(chunks(out))))), strict=True):
-            if isinstance(stored, Tensor):
-                part.copy_(stored[ids].float())
-            else:
-                part.copy_(formats.get(stored.format).decode_rows(stored, ids.flatten()).view_as(part))
+            flat = ids.flatten()
+            of = stored[flat] if isinstance(stored, Tensor) else formats.get(stored.format).decode_rows(stored, flat)
+            part.copy_(of.view_as(part)).mul_(self.config.embedding_factor)
 
     # --- embedding and head ---
 
