@@ -263,13 +263,7 @@ def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
     config = ct_config(8, "float", "tensor", "float-quantized")
     inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     config["config_groups"]["group_0"]["input_activations"] = inputs
-    config["kv_cache_scheme"] = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "tensor",
-        "dynamic": False,
-        "symmetric": True,
-    }
+    config["kv_cache_scheme"] = inputs
     write_layout(tmp_path, fp8("tensor"), config)
     tensors = read_tensors(tmp_path)
     for i in range(2):
