@@ -147,10 +147,8 @@ def steps(out: Path) -> list[dict[str, Any]]:
 
 def answers(root: Path, draft: SpecConfig, **how: Any) -> list[Completion]:
     """Greedy answers to the prompts, which are those without a draft."""
-    prompts, params = (
-        [json.loads(line)["prompt"] for line in (root / "prompts.jsonl").read_text().splitlines()],
-        (SamplingParams(max_tokens=24, **how)),
-    )
+    prompts = [json.loads(line)["prompt"] for line in (root / "prompts.jsonl").read_text().splitlines()]
+    params = SamplingParams(max_tokens=24, **how)
     done = LLM(str(root / "target"), draft=draft, policy="fixed").generate(prompts, params)
     plain = LLM(str(root / "target")).generate(prompts, params)
     assert [c.token_ids for c in done] == [c.token_ids for c in plain]
