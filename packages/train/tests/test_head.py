@@ -198,7 +198,6 @@ def test_flags_stand_for_settings() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"loss": LossSettings(unroll=0)}, "unroll"),
         ({"size": SizeSettings(draft_vocab_size=305)}, "draft_vocab_size"),
         ({"size": SizeSettings(num_kv_heads=3)}, "multiple"),
         ({"layers": (1, 2, 4)}, "layers"),
@@ -206,8 +205,6 @@ def test_flags_stand_for_settings() -> None:
         ({"target": ""}, "--target"),
         ({"train": TrainSettings(12, rows=6, row_tokens=8)}, "row_tokens"),
         ({"kind": "medusa"}, "eagle3"),
-        ({**BLOCK, "block": BlockSettings(block_size=3)}, "block_size"),
-        ({**BLOCK, "block": BlockSettings(anchors=0)}, "anchors"),
         ({**BLOCK, "block": BlockSettings(mask_token=MODEL_VOCAB)}, "mask_token"),
         ({**BLOCK, "layers": (0, 2)}, "layers"),
     ],
@@ -216,6 +213,15 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str,
     with pytest.raises(ConfigError, match=words):
         run(folder, tmp_path / "out", recipe_for(folder, **change))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [(LossSettings, "unroll", 0), (BlockSettings, "block_size", 3), (BlockSettings, "anchors", 0)],
+)
+def test_settings_have_bounds(kind: type[LossSettings | BlockSettings], name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=name):
+        kind(**{name: value})
 
 
 GOOD = '{"prompt": "the sum of"}\n'
