@@ -147,9 +147,18 @@ class Engine:
                 (send or earlier.extend)(self._deliver())
 
         with one_thread():  # PyTorch's other threads would spin on the cores that the kernels need
-            how = plan.seqs, plan.num_pending, plan.num_draft, times, self._policies, self.ahead
-            captured = not self.runner.captures or self._policies.listens(plan.seqs)
-            draft, result = decode_step(self.runner, self.drafter, *how, captured, deliver)
+            draft, result = decode_step(
+                self.runner,
+                self.drafter,
+                plan.seqs,
+                plan.num_pending,
+                plan.num_draft,
+                times,
+                self._policies,
+                self.ahead,
+                captured=not self.runner.captures or self._policies.listens(plan.seqs),
+                meanwhile=deliver,
+            )
         decided = time.perf_counter()
         self.num_rows = sum(plan.num_pending) + len(draft.tokens)
         if self.num_rows - len(draft.tokens) > len(plan.seqs):

@@ -67,13 +67,12 @@ def demand_of(
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """Like `demand`, for a draft head for the model in `target`. Also raises if the two do not fit together."""
-    if folder == target:  # the block inside a checkpoint
-        block_config, size, source = mtp_bytes(folder, quant)
+    if folder != target:
+        check_rotation(folder, target)
+        layer, weights, dense = head_bytes(folder, quant, read_config(target))
+    else:  # the block inside a checkpoint
+        layer, weights, source = mtp_bytes(folder, quant)
         dense = dense_format(source, quant, expected_shapes(read_config(folder)))
-        bytes_of = block_bytes(block_config, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
-        return Demand(quant, size, bytes_of, logits=logit_bytes(block_config))
-    check_rotation(folder, target)
-    layer, weights, dense = head_bytes(folder, quant, read_config(target))
     block = block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     return Demand(quant, weights, block, logits=logit_bytes(layer))
 
@@ -110,23 +109,19 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
     if config.device != "cpu":
         return _plan_device(config, max_len, longest, demands)
     weights, block = sum(d.weights + d.states for d in demands), sum(d.block for d in demands)
-    free, passing = available_memory(), max(d.passing for d in demands)
-    cache = (longest if count is None else count) * block
+    free, passing, least = available_memory(), max(d.passing for d in demands), longest if count is None else count
     most = (free - weights - passing) // block if block else longest * config.max_num_seqs
-    if most < (longest if count is None else count):
+    if most < least:
         coarse = all(str(d.quant).startswith("w4") for d in demands)
-        remedies = (
-            ["a smaller --format (w8a8 takes half of bf16; w4a8 a quarter, at a loss)"]
-            if weights > cache and not coarse
-            else []
-        )
+        smaller = "a smaller --format (w8a8 takes half of bf16; w4a8 a quarter, at a loss)"
+        remedies = [smaller] if weights > least * block and not coarse else []
         lower = f"max_model_len to {most * size}" if count is None else f"num_blocks to {most}"
         remedies += [f"lower {lower}, the most that fits"] if most > 0 else []
         remedies += [f"lower max_num_seqs, {config.max_num_seqs} now"] if any(d.states for d in demands) else []
         remedies = remedies or ["take a smaller model"]
+        asked = _asked(config, max_len, demands, least * block)
         raise ConfigError(
-            f"{_asked(config, max_len, demands, cache)}, a pass {passing / GIB:.1f} GiB, and {free / GIB:.1f} GiB may "
-            f"be taken: {', or '.join(remedies)}"
+            f"{asked}, a pass {passing / GIB:.1f} GiB, and {free / GIB:.1f} GiB may be taken: {', or '.join(remedies)}"
         )
     if count is not None:
         return count
@@ -140,10 +135,10 @@ def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list
     room, free, total = devices.memory_room(config.device, share)
     weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
     passing = PARTS + GRAPHS + max(d.passing for d in demands) + sum(d.logits for d in demands)
-    most = (room - weights - passing) // block if block else longest * config.max_num_seqs
-    if most >= (longest if count is None else count):
+    most, least = (room - weights - passing) // block if block else longest * config.max_num_seqs, count or longest
+    if most >= least:
         return count if count is not None else min(longest * config.max_num_seqs, most)
-    asked = _asked(config, max_len, demands, (longest if count is None else count) * block)
+    asked = _asked(config, max_len, demands, least * block)
     said = f"{asked}, a pass with its graphs {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} "
     said += (
         f"of the {total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "

@@ -20,11 +20,8 @@ from sameseed.spec.drafter import LengthPolicy, Round
 from sameseed.tuned import Scope
 
 log = logging.getLogger("sameseed")
-OWN: dict[str, type[DiscoLength | GoodputLength | HistoryLength]] = {
-    "disco": DiscoLength,
-    "goodput": GoodputLength,
-    "history": HistoryLength,
-}
+Learning = DiscoLength | GoodputLength | HistoryLength
+OWN: dict[str, type[Learning]] = {"disco": DiscoLength, "goodput": GoodputLength, "history": HistoryLength}
 
 
 def make_policy(spec: SpecConfig) -> LengthPolicy:
@@ -129,7 +126,7 @@ class RequestPolicies:
         if own is None or own.policy not in ("off", "fixed"):
             return None
         if own.policy == "fixed" and own.num_draft_tokens is None:
-            if isinstance(self.default, DiscoLength | GoodputLength | HistoryLength):
+            if isinstance(self.default, Learning):
                 return min(self.default.num_draft_tokens, SpecConfig().num_draft_tokens)
             return None
         return own.of(0)
