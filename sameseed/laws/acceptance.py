@@ -53,11 +53,9 @@ def alarm(subject: Subject, effort: Effort) -> Found:
         {"first_drafts": g.num, "right": g.hits, "first_accepted": g.taken},
         {"rate": round(rate, 4), "by_chance": round(chance, 4), "deviations_above_chance": round(above, 1)},
     )
-    found.statistic["mismatches"] = g.missed + g.wrong
-    if g.missed:
-        found.add("first drafts that were the target's token", "all of them accepted", f"{g.missed} rejected")
-    if g.wrong:
-        found.add("first drafts that were not the target's token", "none accepted", f"{g.wrong} accepted")
+    right, others = "first drafts that were the target's token", "first drafts that were not the target's token"
+    found.wrong("mismatches", right, "all of them accepted", f"{g.missed} rejected", g.missed)
+    found.wrong("mismatches", others, "none accepted", f"{g.wrong} accepted", g.wrong)
     if found.findings:
         return found
     if g.num and (rate < LEAST_RATE or above < DEVIATIONS):
@@ -101,9 +99,7 @@ def own_target(subject: Subject, effort: Effort) -> Found:
     tensors = sum(1 for _ in stored_tensors(subject.target.weights))
     found = Found({"matrices": len(matrices), "tensors": tensors}, {"changed_digests": 0})
     before, after = subject.digest, weights_digest(subject)
-    if before and before != after:
-        found.statistic["changed_digests"] = 1
-        found.add("digest of the target's weights", before, after)
+    found.wrong("changed_digests", "digest of the target's weights", before, after, bool(before) and before != after)
     other = subject.engine().runner.model is not subject.plain().runner.model
     if other:
         found.add("the model behind plain and speculative decoding", "one", "two")

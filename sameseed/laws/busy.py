@@ -81,9 +81,8 @@ def coming_and_going(subject: Subject, effort: Effort) -> Found:
             compare(subject, found, name, mine, truth, got)
             for i in left:
                 written = done[i].token_ids
-                if written != plain[i].token_ids[: len(written)]:
-                    found.statistic["differing_texts"] += 1
-                    found.add(f"{name}, aborted, prompt {i}", plain[i].token_ids, written)
+                differs = written != plain[i].token_ids[: len(written)]
+                found.wrong("differing_texts", f"{name}, aborted, prompt {i}", plain[i].token_ids, written, differs)
             found.sizes["requests"] += len(jobs)
             found.sizes["texts"] += len(stayed)
             found.statistic["preemptions"] += engine.scheduler.num_preemptions
@@ -230,9 +229,8 @@ def _judge_reuse(found: Found, name: str, jobs: Seq[Request], got: Seq[Completio
         most = {0: 0, 2: 0, 6: CHANGED[0], 7: CHANGED[1]}.get(i, len(job.prompt_token_ids)) if on else 0
         found.sizes["reused_tokens"] += reused
         found.sizes["refused_tenants"] += on and i == 2 and not reused
-        if reused > most:
-            found.statistic["rows_of_others"] += reused
-            found.add(f"{name}, prompt {i}: rows taken over", f"at most {most}", reused)
+        where, others = f"{name}, prompt {i}: rows taken over", reused if reused > most else 0
+        found.wrong("rows_of_others", where, f"at most {most}", reused, others)
 
 
 @check(
@@ -269,9 +267,8 @@ def scores(subject: Subject, effort: Effort) -> Found:
         found.sizes["texts"] += 2 * len(jobs)
         found.sizes["other_texts"] += len(jobs)
         for i in range(3):
-            if got[i].prompt_logprobs != plain[i].prompt_logprobs:
-                found.statistic["differing_scores"] += 1
-                found.add(f"scores of prompt {4 * turn + i}", plain[i].prompt_logprobs, got[i].prompt_logprobs)
+            mine, its = got[i].prompt_logprobs, plain[i].prompt_logprobs
+            found.wrong("differing_scores", f"scores of prompt {4 * turn + i}", its, mine, mine != its)
         if way is bare:
             _judge_scores(subject, found, texts, got)
     return found
@@ -287,5 +284,4 @@ def _judge_scores(subject: Subject, found: Found, texts: Seq[Tokens], got: Seq[C
             found.sizes["scores"] += 1
             wrong = one.token_id != texts[i][at + 1]
             if wrong or abs(one.logprob - exact[at, one.token_id]) > 2 * share * float(np.abs(logits).max()):
-                found.statistic["too_far"] += 1
-                found.add(f"a prompt, token {at + 1}", f"{exact[at, texts[i][at + 1]]:.5f}", one)
+                found.wrong("too_far", f"a prompt, token {at + 1}", f"{exact[at, texts[i][at + 1]]:.5f}", one)

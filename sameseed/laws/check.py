@@ -84,6 +84,12 @@ class Found:
         if len(self.findings) < MOST_FINDINGS:
             self.findings.append(Finding(where, str(expected), str(found)))
 
+    def wrong(self, kind: str, where: str, expected: object, found: object, count: int = 1) -> None:
+        """Add `count` to the statistic `kind`, and keep a finding unless that is 0."""
+        self.statistic[kind] = self.statistic.get(kind, 0) + count
+        if count:
+            self.add(where, expected, found)
+
     @property
     def verdict(self) -> str:
         """The verdict: failed, not shown (nothing is wrong, but too little was seen), warning, or passed."""

@@ -72,9 +72,8 @@ def _judge(found: Found, where: str, got: Tensor, expected: Floats, bound: Float
     found.sizes["values"] += share.size
     worst = float(np.nan_to_num(share, nan=np.inf).max()) if share.size else 0.0
     found.statistic["most_of_tolerance"] = max(found.statistic["most_of_tolerance"], round(worst, 4))
-    found.statistic["too_far"] += bad
-    if bad:
-        found.add(where, "each within its tolerance of the textbook", f"{bad} of {share.size}, {worst:.3g} times it")
+    right, seen = "each within its tolerance of the textbook", f"{bad} of {share.size}, {worst:.3g} times it"
+    found.wrong("too_far", where, right, seen, bad)
 
 
 def _product(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> None:
@@ -99,9 +98,8 @@ def _fused(found: Found, name: str, ops: Ops, w: QuantTensor, device: str) -> No
     }
     for op, (got, expected) in parts.items():
         count = differing(got, expected)
-        found.statistic["differing_values_of_fused_ops"] += count
-        if count:
-            found.add(f"{name} {op}", "the bits of its parts, one after the other", f"{count} values differ")
+        right, seen = "the bits of its parts, one after the other", f"{count} values differ"
+        found.wrong("differing_values_of_fused_ops", f"{name} {op}", right, seen, count)
 
 
 def _attention(subject: Subject) -> Iterator[tuple[str, Tensor, Floats, float]]:

@@ -118,9 +118,8 @@ def _compare(product: Product, passes: int, rng: random.Random, found: Found, de
         count = differing(product.call(x[picked].clone()), alone[picked])
         tried.add(size)
         found.sizes["products"] += 1
-        found.statistic["differing_values"] += count
-        if count:
-            found.add(f"{product.name}, {size} rows, {threads} threads", "0 values differ from the rows alone", count)
+        where = f"{product.name}, {size} rows, {threads} threads"
+        found.wrong("differing_values", where, "0 values differ from the rows alone", count, count)
     return tried
 
 
@@ -209,9 +208,8 @@ def attention(subject: Subject, effort: Effort) -> Found:
                 count = differing(got, truth[at : at + size])
                 found.sizes["passes"] += 1
                 found.sizes["rows"] += size
-                found.statistic["differing_values"] += count
-                if count:
-                    found.add(f"{size} rows from position {start}, {threads} threads", "0 values differ", count)
+                where = f"{size} rows from position {start}, {threads} threads"
+                found.wrong("differing_values", where, "0 values differ", count, count)
             turns += 2
     return found
 

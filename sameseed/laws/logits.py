@@ -191,10 +191,9 @@ def logits(subject: Subject, effort: Effort) -> Found:
             for name, way in WAYS.items():
                 got = way(paths, rng)
                 bad = differing(got, truth) if got.shape == truth.shape else truth.numel()
-                found.statistic["differing_values"] += bad
                 found.statistic["compared_rows"] += num_rows
-                if bad:
-                    found.add(f"prompt {i}: {name}", "the logits of token by token, bit for bit", f"{bad} differ")
+                right = "the logits of token by token, bit for bit"
+                found.wrong("differing_values", f"prompt {i}: {name}", right, f"{bad} differ", bad)
     found.notes.append(f"ways: {', '.join(WAYS)}")
     return found
 
@@ -242,11 +241,9 @@ def _same_rows(found: Found, name: str, runner: ModelRunner, seq: Sequence) -> N
     if not seq.num_cached:
         return
     mine, fresh = _rows(runner, seq), _prefilled(runner, seq)
-    bad = int((mine != fresh).sum())
-    found.statistic["differing_bytes"] += bad
-    if bad:
-        place = int((mine != fresh).any(dim=0).nonzero()[0])
-        found.add(f"{name}: {seq.num_cached} rows", "a fresh prefill's bytes", f"row {place} differs")
+    rows, bad = (mine != fresh).any(dim=0).nonzero().flatten().tolist(), int((mine != fresh).sum())
+    where = f"{name}: {seq.num_cached} rows"
+    found.wrong("differing_bytes", where, "a fresh prefill's bytes", f"row {next(iter(rows), 0)} differs", bad)
 
 
 def _rows(runner: ModelRunner, seq: Sequence) -> Tensor:

@@ -214,9 +214,8 @@ def judge(subject: Subject, written: Seq[Written]) -> Found:
             exact, close = textbook.judge(row, job.params, job.seed, prompt, before, token, eos, near, able)
             found.sizes["exact"] += exact
             found.statistic["near_ties"] += close and not exact
-            found.statistic["differing_tokens"] += not close
-            if not close:
-                found.add(f"{where} (seed {job.seed}): token {at}", "the textbook's choice", token)
+            place = f"{where} (seed {job.seed}): token {at}"
+            found.wrong("differing_tokens", place, "the textbook's choice", token, not close)
         _judge_end(subject, found, where, job, c)
     return found
 
@@ -261,8 +260,7 @@ def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Comp
         return
     end = textbook.ends(job.params, c.prompt_token_ids, tokens, said, eos, subject.max_len)
     if end != len(tokens):
-        found.statistic["wrong_ends"] += 1
-        found.add(f"{where} (seed {job.seed}): {len(tokens)} tokens", f"an end after {end}", c.text)
+        found.wrong("wrong_ends", f"{where} (seed {job.seed}): {len(tokens)} tokens", f"an end after {end}", c.text)
         return
     last, enough = tokens[-1], len(tokens) >= job.params.min_tokens
     by_token = last in job.params.stop_token_ids or (last in eos and not job.params.ignore_eos)
@@ -274,7 +272,5 @@ def _judge_end(subject: Subject, found: Found, where: str, job: Request, c: Comp
         found.sizes["stops_across_tokens"] += len(said) > 1 and at < len(said[-2])
     # How incomplete characters are shown is the decoder's choice: only texts without them are compared.
     if c.finish_reason.value != reason or (HALF not in text and c.text != text):
-        found.statistic["wrong_ends"] += 1
-        found.add(
-            f"{where} (seed {job.seed}): the end", f"{text!r} ({reason})", f"{c.text!r} ({c.finish_reason.value})"
-        )
+        right, seen = f"{text!r} ({reason})", f"{c.text!r} ({c.finish_reason.value})"
+        found.wrong("wrong_ends", f"{where} (seed {job.seed}): the end", right, seen)

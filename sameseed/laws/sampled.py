@@ -73,9 +73,8 @@ def _seeded(subject: Subject, found: Found, name: str, jobs: list[Request], turn
     for i, (job, c) in enumerate(zip(jobs, plain, strict=True)):  # the streamed pieces must join to the text
         mine = [d for d in deltas if d.request_id == job.request_id]
         text, tokens = "".join(d.text for d in mine), tuple(t for d in mine for t in d.token_ids)
-        if (text, tokens) != (c.text, c.token_ids):
-            found.statistic["differing_texts"] += 1
-            found.add(f"{name}, streamed, prompt {i}", c.text, text)
+        differs = (text, tokens) != (c.text, c.token_ids)
+        found.wrong("differing_texts", f"{name}, streamed, prompt {i}", c.text, text, differs)
     if turn % 2:
         compared("in reverse order", subject.run(engine, jobs[::-1])[::-1])
     if turn % 3 == 0:
@@ -150,9 +149,8 @@ def stops(subject: Subject, effort: Effort) -> Found:
             for job, c in zip(jobs, got, strict=True):
                 found.sizes["stopped_at_a_draft"] += c.finish_reason.value == "stop" and c.accepted[-1]
                 beyond = max(0, len(c.token_ids) - job.params.max_tokens, len(c.accepted) - len(c.token_ids))
-                found.statistic["tokens_beyond_the_end"] += beyond
-                if beyond:
-                    found.add(f"{name}: {job.params.max_tokens} tokens asked for", "no more", len(c.token_ids))
+                where = f"{name}: {job.params.max_tokens} tokens asked for"
+                found.wrong("tokens_beyond_the_end", where, "no more", len(c.token_ids), beyond)
     return found
 
 

@@ -96,11 +96,7 @@ def _judge(found: Found, own: Subject, jobs: Seq[Request], got: Seq[Completion],
             before = decode(list(c.token_ids[:n]), job.params.skip_special_tokens)
             place = c.text_offset[n : n + 1]
             found.sizes["places"] += HALF not in before
-            if HALF not in before and place != (len(before),):
-                found.statistic["misspelt"] += 1
-                found.add(f"tokens {c.token_ids}: the place of token {n}", len(before), place)
-        if not right or pieces != c.text:
-            found.statistic["misspelt"] += 1
-            found.add(
-                f"tokens {c.token_ids}", said, c.text if pieces == c.text else f"{c.text!r}, in pieces {pieces!r}"
-            )
+            astray = HALF not in before and place != (len(before),)
+            found.wrong("misspelt", f"tokens {c.token_ids}: the place of token {n}", len(before), place, astray)
+        seen = c.text if pieces == c.text else f"{c.text!r}, in pieces {pieces!r}"
+        found.wrong("misspelt", f"tokens {c.token_ids}", said, seen, not right or pieces != c.text)

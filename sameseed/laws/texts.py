@@ -24,7 +24,6 @@ def compare(
     """Count completions that differ, and report where each first differs, with both continuations from there."""
     for i in differing(plain, got):
         job, a, b = jobs[i], plain[i], got[i]
-        found.statistic["differing_texts"] = found.statistic.get("differing_texts", 0) + 1
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
         at = next((n for n, (x, y) in pairs if x != y), min(len(a.token_ids), len(b.token_ids)))
         if a.token_ids != b.token_ids:
@@ -33,7 +32,7 @@ def compare(
             names = ("tokens", "text", "finish reason", "seed", "log-probabilities")
             parts = [n for n, x, y in zip(names, outcome(a), outcome(b), strict=True) if x != y]
             what = f"{where}, prompt {i} (seed {job.seed}): {', '.join(parts)}"
-        found.add(what, _quote(subject, a, at), _quote(subject, b, at))
+        found.wrong("differing_texts", what, _quote(subject, a, at), _quote(subject, b, at))
 
 
 def _quote(subject: Subject, c: Completion, at: int) -> str:
