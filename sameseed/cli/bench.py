@@ -255,40 +255,31 @@ def _check_axes(args: BenchArgs) -> None:
 
 
 def _specs(args: BenchArgs, engine: EngineChoice) -> list[SpecConfig]:
-    """Each draft with each format and confidence that affect it, and with each of --overlaps that it supports.
-
-    Raises ConfigError, as LLM does.
-    """
-    from sameseed.engine.levels import resolve
+    """Each draft with each format, confidence and overlap that affect it, checked. Raises ConfigError, as LLM does."""
+    from sameseed.engine.levels import Level, resolve
     from sameseed.engine.settings import make_config
 
     shared = {k: engine.settings[k] for k in OF_DRAFTS}
-    chosen: list[SpecConfig] = []
+    chosen: list[Level] = []
     drafts = [draft_choice(name, engine.model) for name in args.drafts]
     for draft, number_format, confidence in itertools.product(drafts, args.draft_formats, args.confidences or (None,)):
-        spec = make_config(draft, confidence=confidence, **shared).spec
-        if any(level.cls.owns for level in resolve(spec).every()):
-            spec = make_config(draft, confidence=confidence, draft_format=number_format, **shared).spec
-        chosen += [spec] if spec not in chosen else []
-    heed = [resolve(spec).heeds_confidence for spec in chosen]
-    if any(heed):  # the others are measured without it
-        heeding = [s if h else dataclasses.replace(s, confidence=None) for s, h in zip(chosen, heed, strict=True)]
-        chosen = [s for i, s in enumerate(heeding) if s not in heeding[:i]]
-    return _with_overlaps(args, chosen)
-
-
-def _with_overlaps(args: BenchArgs, chosen: list[SpecConfig]) -> list[SpecConfig]:
-    """Each draft with each of --overlaps that it supports, all checked. Raises ConfigError."""
-    from sameseed.engine.levels import resolve
-
-    able = [resolve(spec).can_overlap for spec in chosen]
-    if max(args.overlaps) > 0 and not any(able):
+        level = resolve(make_config(draft, confidence=confidence, **shared).spec)
+        if any(each.cls.owns for each in level.every()):
+            own = make_config(draft, confidence=confidence, draft_format=number_format, **shared)
+            level = resolve(own.spec)
+        chosen.append(level)
+    if any(level.heeds_confidence for level in chosen):  # the others are measured without it
+        chosen = [
+            lv if lv.heeds_confidence else resolve(dataclasses.replace(lv.spec, confidence=None)) for lv in chosen
+        ]
+    if max(args.overlaps) > 0 and not any(level.can_overlap for level in chosen):
         raise ConfigError(
             f"--overlaps {max(args.overlaps)}: none of these drafts ({', '.join(args.drafts)}) can draft ahead "
             "while the target checks; add a draft model to --drafts, e.g. embedded-draft"
         )
-    pairs = itertools.product(zip(chosen, able, strict=True), args.overlaps)
-    specs = [dataclasses.replace(spec, overlap=threads) for (spec, can), threads in pairs if can or threads <= 0]
+    pairs = itertools.product(chosen, args.overlaps)
+    specs = [dataclasses.replace(lv.spec, overlap=n) for lv, n in pairs if lv.can_overlap or n <= 0]
+    specs = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
     for spec in specs:
         resolve(spec).check()
     return specs
