@@ -75,17 +75,15 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parsed.args
     _check_axes(args)
     params = [dataclasses.replace(parsed.params, temperature=t) for t in args.temperatures]
-    from sameseed.cli.console import stderr_console
+    from sameseed.cli.console import check_outputs, stderr_console
     from sameseed.measure import bench_report as report
     from sameseed.measure.bench import fitting
     from sameseed.measure.bench_report import plot_speedups
     from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed.models.loader import resolve_model
     from sameseed.report import record
-    from sameseed.report.plot import plot_paths
 
-    for path in plot_paths(args.plot) if args.plot is not None else ():
-        record.prepare(path, "--plot")
+    check_outputs(plot=args.plot)
     out = record.destination(args.out, "bench")
     prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
     grid = _possible(args, parsed.engine)

@@ -71,12 +71,10 @@ def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, write; exit code 1 if a request failed, or arms wrote different texts."""
     args = parse(BenchServeArgs, argv, prog).args
     settings, arms = _settings(args), _arms(args)
-    if args.plot is not None:
-        from sameseed.report.plot import plot_paths
-
-        plot_paths(args.plot)
+    from sameseed.cli.console import check_outputs
     from sameseed.report import record
 
+    check_outputs(plot=args.plot)
     out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
     if args.plot is not None and made:

@@ -52,6 +52,16 @@ def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> 
             print(json.dumps(line), flush=True)
 
 
+def check_outputs(*files: tuple[Path | None, str], plot: Path | None = None) -> None:
+    """Raise ConfigError, before anything is measured, if a file (with its flag) or a plot cannot be written."""
+    from sameseed.report import record
+    from sameseed.report.plot import plot_paths
+
+    for path, flag in (*files, *((path, "--plot") for path in (plot_paths(plot) if plot is not None else ()))):
+        if path is not None:
+            record.prepare(path, flag)
+
+
 def show_table(table: Table) -> None:
     """Print a table without cutting it: on a narrow terminal, heads and cells wrap, between words if they can.
 

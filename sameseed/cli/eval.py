@@ -137,13 +137,10 @@ def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, tex
 
 def check_plot(plot: Path | None) -> None:
     """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
-    if plot is None:
-        return
+    from sameseed.cli.console import check_outputs
     from sameseed.measure.quality.show import page_paths
-    from sameseed.report import record
 
-    for path in page_paths(plot):
-        record.prepare(path, "--plot")
+    check_outputs(*((path, "--plot") for path in (page_paths(plot) if plot is not None else ())))
 
 
 def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> int:

@@ -65,9 +65,10 @@ def run(argv: Seq[str], prog: str) -> int:
         "layers": numbers("layers", args.layers),
         **{name: getattr(args, name) for name in SAME},
     }
-    _check_outputs(args)
-    from sameseed.cli.console import warn_if_busy
+    from sameseed.cli.console import check_outputs, warn_if_busy
 
+    record, file = RECORDS if args.record else None, None if str(args.json) == "-" else args.json
+    check_outputs((record, "--record in another folder"), (file, "--json"), plot=args.plot)
     warn_if_busy()
     found = _measure(args, grid)
     _write(args, found)
@@ -88,23 +89,6 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in words(text))
     except ValueError:
         raise ConfigError(f"--{flag} takes whole numbers with commas between, e.g. 1,2,4, got {text!r}") from None
-
-
-def _check_outputs(args: ProfileArgs) -> None:
-    """Raise ConfigError if a file cannot be written, before an hour is spent on measuring."""
-    from sameseed.report import record
-
-    paths = [(RECORDS, "--record in another folder")] if args.record else []
-    if args.plot is not None:
-        from sameseed.report.plot import plot_paths
-
-        paths += [(path, "--plot") for path in plot_paths(args.plot)]
-    if args.json is not None and str(args.json) != "-":
-        paths.append((args.json, "--json"))
-    for path, flag in paths:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file in it with {flag}")
-        record.prepare(path, flag)
 
 
 def _measure(args: ProfileArgs, grid: dict[str, Any]) -> Profile:

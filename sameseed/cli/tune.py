@@ -80,17 +80,15 @@ def run(argv: Seq[str], prog: str) -> int:
         return int(companion("vllm").tune(args))
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
-    from sameseed.cli.console import stages, stdout_console
+    from sameseed.cli.console import check_outputs, stages, stdout_console
     from sameseed.plan.picture import draw
     from sameseed.plan.profile_file import write
     from sameseed.plan.tune import as_tuned, tune
-    from sameseed.report import record
     from sameseed.tuned import Tuned
 
     before = None if args.check is None else Tuned.read(args.check)
     asked = requested(args if before is None else _again(args, before))
-    for path, flag in ((args.out, "-o"), *(((args.plot, "--plot"),) if args.plot else ())):
-        record.prepare(path, flag)
+    check_outputs((args.out, "-o"), plot=args.plot)
     with stages(f"tuning {args.model}", args.json) as tell:
         found = tune(asked, load, tell)
     made = as_tuned(found)

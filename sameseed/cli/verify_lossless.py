@@ -57,23 +57,18 @@ def run(argv: Seq[str], prog: str) -> int:
     defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED}
     parsed = parse(VerifyArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
-    from sameseed.laws.check import Effort
-
-    effort = Effort.parse(args.effort)
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
+    from sameseed.cli.console import check_outputs
     from sameseed.engine.settings import make_config
+    from sameseed.laws.check import Effort
     from sameseed.laws.checks import chosen
     from sameseed.measure import certificate as suite
     from sameseed.measure.workload import DEFAULT_PROMPTS
-    from sameseed.report import record
 
+    effort = Effort.parse(args.effort)
     if args.every and args.only:
         raise ConfigError("--every chooses its checks itself; leave --only out, or run without --every")
     checks = chosen(args.only)
-    for path, flag in ((args.out, "--out"), (args.html, "--html")):
-        if path is not None:
-            record.prepare(path, flag)
+    check_outputs((args.out, "--out"), (args.html, "--html"))
     prompts, max_tokens = args.prompts or DEFAULT_PROMPTS, parsed.params.max_tokens
     asked = suite.Asked(parsed.engine.model, prompts, args.num_prompts, max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)

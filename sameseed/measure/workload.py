@@ -36,7 +36,7 @@ def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
     found = None if source.is_file() else prompt_sets.parse(str(source))
     prompts = _read_file(source) if found is None else prompt_sets.read(*found)
     if limit is not None and limit < 1:
-        raise ConfigError(f"the number of prompts must be at least 1, got {limit}")
+        raise ConfigError(f"--num-prompts must be at least 1, got {limit}")
     return take(prompts, limit)
 
 

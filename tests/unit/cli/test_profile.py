@@ -97,7 +97,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         ("", "either a shape"),
         ("--shape tiny --rows 1,x", "--rows takes whole numbers"),
         ("--shape tiny --plot p.pdf", "not as '.pdf'"),
-        ("--shape tiny --json .", "is a folder"),
+        ("--shape tiny --json .", "another with --json"),
         ("--shape tiny --json /proc/none/p.json", "choose another with --json"),
     ],
 )
