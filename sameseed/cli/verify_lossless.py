@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,9 +78,8 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """Make, write and show one certificate; returns the exit code."""
-    from sameseed.cli.console import stages, stderr_console
+    from sameseed.cli.console import keep, stages, stderr_console
     from sameseed.measure import certificate as suite
-    from sameseed.report import record
 
     with stages(f"loading {asked.model}", args.json) as tick:
         subject = suite.load_subject(
@@ -89,15 +87,12 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
         )
         certificate = suite.certify(subject, asked, checks, tick)
     found = certificate.as_dict()
-    if args.out is not None:
-        record.append(args.out, found)
+    keep([found], args.out, args.json)
     if args.html is not None:
         from sameseed.measure.certificate_page import render
 
         args.html.write_text(render(found), encoding="utf-8")
-    if args.json:
-        print(json.dumps(found), flush=True)
-    else:
+    if not args.json:
         _show(certificate, found)
         for written in (args.out, args.html):
             if written is not None:
@@ -171,23 +166,17 @@ def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
 
 def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs) -> int:
     """Make the certificates, append each to `args.out` as it is made, show them."""
-    from sameseed.cli.console import stages
+    from sameseed.cli.console import keep, stages
     from sameseed.measure import certificate_every as every
     from sameseed.measure.certificate_page import render_every
     from sameseed.ops import resolve
-    from sameseed.report import record
 
     resolve(config.backend, config.device)  # a missing backend is reported once, not per certificate
     outcomes: list[Outcome] = []
     with stages("certificates", args.json) as tick:
         for outcome in every.run(every.cells(drafts_of(engine)), asked, config, params, tick):
             outcomes.append(outcome)
-            if outcome.record is None:
-                continue
-            if args.out is not None:
-                record.append(args.out, outcome.record)
-            if args.json:
-                print(json.dumps(outcome.record), flush=True)
+            keep([outcome.record] if outcome.record is not None else [], args.out, args.json)
     verdict = every.verdict(outcomes)
     if not args.json:
         _show_every(outcomes, verdict)
