@@ -35,18 +35,22 @@ def parse(kind: type[T], data: object, where: str = "") -> T:
 
 
 def within(default: Any, low: float, high: float = math.inf, above: bool = False) -> Any:
-    """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`), as `check` sees to."""
+    """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`): see `check_ranges`."""
     return dataclasses.field(default=default, metadata={"within": (low, high, above)})
 
 
 def check(options: object) -> None:
     """Raise ConfigError if a field of a dataclass holds a value of another type, or a number out of its range."""
-    kinds = hints(type(options))
+    for name, kind in hints(type(options)).items():
+        value_of(kind, getattr(options, name), name)
+    check_ranges(options)
+
+
+def check_ranges(options: object) -> None:
+    """Raise ConfigError if a field of a dataclass that is `within` bounds holds a number out of them."""
     for f in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
-        value = getattr(options, f.name)
-        value_of(kinds[f.name], value, f.name)
-        low, high, above = f.metadata.get("within", (-math.inf, math.inf, False))
-        if value is None or "within" not in f.metadata or (low <= value <= high and not (above and value == low)):
+        value, (low, high, above) = getattr(options, f.name), f.metadata.get("within", (0, 0, None))
+        if value is None or above is None or (low <= value <= high and not (above and value == low)):
             continue
         least = f"{'above' if above else 'at least'} {low:g}"
         bounds = f"be {least}" if high == math.inf or above else f"lie in {low:g}..{high:g}"

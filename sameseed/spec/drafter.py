@@ -130,7 +130,7 @@ class Drafter:
         """
 
         def __post_init__(self) -> None:
-            fields.check(self)
+            fields.check_ranges(self)
 
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     inside: ClassVar[bool] = False  # is its head inside the target's checkpoint?
