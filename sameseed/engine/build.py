@@ -224,10 +224,7 @@ def _build_drafter(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model that a drafter of class `cls` needs, for the model in `target`, which is number `owner` of those before.
-
-    `owner` None: it drafts for the engine's target.
-    """
+    """A model that a drafter of class `cls` needs. `owner`: the index of the model that it drafts for, if no target."""
 
     cls: type[Drafter]
     folder: Path
