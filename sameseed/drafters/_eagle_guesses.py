@@ -5,7 +5,7 @@ With sampling, the target's own noise is included: it is known before the target
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import suppress
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from sameseed.drafters._choices import Floats, Ints, likely
 from sameseed.errors import RequestError
 from sameseed.request import Sequence
-from sameseed.spec.sampling import adjust
+from sameseed.spec.sampling import adjust, needs_adjusting
 
 
 class Guesses:
@@ -31,6 +31,14 @@ class Guesses:
         """A pass's logits [R, Vd] on the host. On a GPU this is the only point where the host waits for the pass."""
         rows: NDArray[np.float32] = logits.cpu().numpy()
         return rows
+
+    def after(
+        self, rows: NDArray[np.float32], seq: Sequence, depth: int, count: int, paths: Callable[[], Seq[Seq[int]]]
+    ) -> tuple[Ints, Floats]:
+        """`likeliest` after each of `paths`, which have `depth` tokens, with all penalties, bias and bans."""
+        if needs_adjusting(seq, depth):
+            return self.adjusted(rows, seq, paths(), count)
+        return self.likeliest(rows, seq, depth, count)
 
     def likeliest(self, rows: NDArray[np.float32], seq: Sequence, num_path: int, count: int) -> tuple[Ints, Floats]:
         """The target's likely choices [n, count] `num_path` tokens after the sequence, from logits [n, Vd].

@@ -21,7 +21,6 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
-from sameseed.spec.sampling import needs_adjusting
 
 _Chain = tuple[list[int], list[float]]  # tokens and path probabilities
 
@@ -86,10 +85,7 @@ class AssistantDrafter(Drafter):
     def _lengthen(self, seq: Sequence, chain: _Chain, row: NDArray[np.float32]) -> bool:
         """Add the likeliest token by a row of logits; returns whether the chain may go on."""
         tokens, sure = chain
-        if needs_adjusting(seq, len(tokens)):
-            found, log_prob = self.guesses.adjusted(row, seq, [tokens], 1)
-        else:
-            found, log_prob = self.guesses.likeliest(row, seq, len(tokens), 1)
+        found, log_prob = self.guesses.after(row, seq, len(tokens), 1, lambda: [tokens])
         token, share = int(found[0, 0]), float(np.exp(log_prob[0, 0]))
         if share == 0.0:
             return False

@@ -24,7 +24,6 @@ from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
-from sameseed.spec.sampling import needs_adjusting
 
 
 class BlockDrafter(Reading, ChainDrafter):
@@ -130,10 +129,7 @@ class BlockDrafter(Reading, ChainDrafter):
     def _read(self, g: _GrowingBlock, row: NDArray[np.float32]) -> None:
         """Choose the chain's next token from logits [1, Vd], with the target's own noise (coupled sampling)."""
         chain, count = g.chain, 1 + self.options.siblings
-        if needs_adjusting(g.seq, len(chain.tokens)):
-            tokens, shares = self.guesses.adjusted(row, g.seq, [chain.tokens], count)
-        else:
-            tokens, shares = self.guesses.likeliest(row, g.seq, len(chain.tokens), count)
+        tokens, shares = self.guesses.after(row, g.seq, len(chain.tokens), count, lambda: [chain.tokens])
         found = [(t, p) for t, p in zip(tokens[0].tolist(), np.exp(shares[0]).tolist(), strict=True) if p > 0]
         if found:
             chain.grow(found, self.policy, self.guesses.vocab_size)

@@ -30,7 +30,7 @@ from sameseed.models.eagle_runner import HeadRunner, Level
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
-from sameseed.spec.sampling import FAILED, drawable, drawer, needs_adjusting
+from sameseed.spec.sampling import FAILED, drawable, drawer
 
 
 class EagleDrafter(Reading):
@@ -209,11 +209,9 @@ class EagleDrafter(Reading):
     def _children(self, g: _GrowingTree, nodes: list[int], rows: NDArray[np.float32], depth: int) -> None:
         """Add the likeliest tokens after `nodes`, all of one depth, to the tree; rows: logits [R, Vd] of the pass."""
         tree, rows = g.tree, rows[g.first : g.first + len(nodes)]
-        if needs_adjusting(g.seq, depth):
-            paths = [tree.tokens[tree.path(n)].tolist() for n in nodes]
-            tokens, log_probs = self.guesses.adjusted(rows, g.seq, paths, self.options.top_k)
-        else:
-            tokens, log_probs = self.guesses.likeliest(rows, g.seq, depth, self.options.top_k)
+        tokens, log_probs = self.guesses.after(
+            rows, g.seq, depth, self.options.top_k, lambda: [tree.tokens[tree.path(n)].tolist() for n in nodes]
+        )
         ended = np.isin(tokens, list(g.ending))
         if self.policy.uses_confidence:
             ended |= np.exp(log_probs) < self.policy.least_probability
