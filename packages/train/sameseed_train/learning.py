@@ -94,7 +94,7 @@ def learn(
     job = learner.job(own, out, device)
     seeds = [Seed(ids, measured_tokens) for ids, _ in prompts]
     texts = continued(own, seeds, out / "held-out") if seeds else None
-    progress, found = dict[str, Any](), dict[str, Any]()
+    progress: dict[str, Any] = {}
     for point in measured_at(recipe.train.steps, stop_after):
         progress = train(job, log, quiet=quiet, stop_after=point)
         if progress["step"] > point:  # measured before a resume
@@ -104,11 +104,12 @@ def learn(
             found = acceptance(learner.right(made, own), own, texts, [domain for _, domain in prompts])
             counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
             log.write(stage=CURVE, **counts, acceptance=found)
+    measured = [row for row in log.rows() if row["stage"] == CURVE] if texts is not None else []
     parameters = sum(p.numel() for p in learner.model.parameters())
     counts = {"parameters": parameters, "texts": len(own.texts), "text_tokens": own.texts.num_tokens}
     results = {"recipe": asdict(recipe), **counts, "training": progress, **learner.facts}
-    if texts is not None:
-        results |= {"acceptance": found, "curve": curve(row for row in log.rows() if row["stage"] == CURVE)}
+    if measured:
+        results |= {"acceptance": measured[-1]["acceptance"], "curve": curve(measured)}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     write_own_card(recipe, learner.about(results), results, made)
     return Trained(made, results, texts)
