@@ -97,10 +97,9 @@ def learn(
     progress: dict[str, Any] = {}
     for point in measured_at(recipe.train.steps, stop_after):
         progress = train(job, log, quiet=quiet, stop_after=point)
-        if progress["step"] > point:  # measured before a resume
-            continue
-        learner.export(made)
-        if texts is not None:
+        if progress["step"] <= point:  # else it was measured before a resume
+            learner.export(made)
+        if progress["step"] <= point and texts is not None:
             found = acceptance(learner.right(made, own), own, texts, [domain for _, domain in prompts])
             counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
             log.write(stage=CURVE, **counts, acceptance=found)
