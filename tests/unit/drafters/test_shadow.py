@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from sameseed.drafters._shadow import Shadow
+from sameseed.drafters._shadow import Guide, Shadow
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
@@ -68,3 +68,16 @@ def test_random_walk() -> None:
             seq.num_cached = len(seq)
             seq.token_ids.append(guess)
         target.token_ids += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(3)]
+
+
+def test_a_guide_gives_what_its_grammar_allows_until_that_fails() -> None:
+    """Then it allows nothing, and the grammar is not asked again: the text goes on without drafts."""
+    asked: list[int] = []
+
+    def allowed(output: Any, path: Any) -> Any:
+        asked.append(1)
+        return [1 / (3 - len(asked))]  # fails when it is asked for the third time
+
+    guide = Guide(SimpleNamespace(allowed=allowed))  # type: ignore[arg-type]
+    assert [list(guide.allowed((), ())) for _ in range(5)] == [[0.5], [1.0], [], [], []]
+    assert guide.failed and len(asked) == 3

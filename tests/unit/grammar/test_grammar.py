@@ -187,3 +187,7 @@ def test_a_text_whose_grammar_is_given_up_ends_alone(pair: Pair, caplog: pytest.
     other = write(engine, None, SamplingParams(max_tokens=9), range(1))[0]
     assert other.finish_reason == FinishReason.LENGTH or other.token_ids[-1] == EOS
     assert [(r.levelname, r.exc_info) for r in caplog.records] == [("WARNING", None)]
+
+
+def test_bytes_end_with_the_first_end_token() -> None:
+    assert Vocabulary([b"a", b"<end>", b"b"], [1]).spell([0, 2, 1, 0]) == b"ab"
