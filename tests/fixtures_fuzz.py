@@ -17,6 +17,8 @@ NOT_IN_SCHEMAS = (
     "contradict each other",
     "context_length_exceeded",
     "invalid_schema",
+    "is no JSON",
+    "list of text parts",
     "cannot be used",
     "cannot be followed",
     "no text can match",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI, Request, Security
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -27,7 +26,7 @@ from sameseed.server import metrics
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Count, Guard, visit_of
-from sameseed.server.errors import ApiError, bad_request, error_response, unavailable
+from sameseed.server.errors import ApiError, error_response, unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.service import Service
 from sameseed.server.supervised import Backend
@@ -78,16 +77,8 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        openapi_url="/openapi.json",
         responses={status: {"model": ErrorAnswer, "description": "an error"} for status in ("4XX", "5XX")},
     )
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return error_response(
-            bad_request("the request's path or query is not what this route takes"), visit_of(request)
-        )
-
     add_state(app, client, service.gate)
     if config.keys:  # described only: the guard checks the keys
         app.router.dependencies.append(Security(HTTPBearer(scheme_name="key", auto_error=False)))
@@ -96,9 +87,14 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
     return guarded(app, config, service.metrics.answered), service
 
 
+def _of_kind(kind: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's description of an answer that is text of this kind."""
+    return {200: {"content": {kind: {"schema": {"type": "string"}}}}}
+
+
 def _add_writing(app: FastAPI, service: Service) -> None:
     """Add the routes that generate text, and those that convert between text and tokens."""
-    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    streams = _of_kind("text/event-stream")
     for path, endpoint, summary, responses in (
         ("/v1/completions", service.completions, "Continue a text", streams),
         ("/v1/chat/completions", service.chat, "Answer a conversation", streams),
@@ -157,9 +153,8 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     def model(name: str) -> dict[str, Any]:
         known, facts = ("method", "levels", "policy", "num_draft_tokens"), service.client.facts
-        made = {"id": name, "object": "model", "created": created, "owned_by": "sameseed"}
         more = {"max_model_len": facts["max_model_len"], "speculation": {k: facts[k] for k in known}} if facts else {}
-        return {**made, **more}
+        return {"id": name, "object": "model", "created": created, "owned_by": "sameseed", **more}
 
     @app.get("/v1/models", summary="The model that is served")
     async def models() -> JSONResponse:
@@ -179,11 +174,16 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def version() -> JSONResponse:
         return JSONResponse({"version": sameseed.__version__})
 
-    @app.get("/metrics", summary="Counters and times, for Prometheus", response_class=PlainTextResponse)
+    @app.get(
+        "/metrics",
+        summary="Counters and times, for Prometheus",
+        response_class=Response,
+        responses=_of_kind("text/plain"),
+    )
     async def counters() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(service.metrics.registry), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/docs", summary="This interface, as a page", response_class=HTMLResponse)
+    @app.get("/docs", summary="This interface, as a page", response_class=Response, responses=_of_kind("text/html"))
     async def docs() -> HTMLResponse:
         made = page(app.openapi()).encode()
         return HTMLResponse(made, headers=secured(made))

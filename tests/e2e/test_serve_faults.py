@@ -21,9 +21,6 @@ import httpx
 import pytest
 from fixtures_server import Server, children, gauge, wait_until
 
-from sameseed.errors import ConfigError
-from sameseed.server.run import bind
-
 KEY = "key-of-the-tests"
 ENVIRONMENT = {"SAMESEED_API_KEY": "key-of-the-environment"}
 FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
@@ -258,8 +255,3 @@ def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "is above the model's own" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
-        bind("127.0.0.1", taken.getsockname()[1])
