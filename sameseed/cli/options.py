@@ -17,7 +17,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -51,8 +51,8 @@ def option(metavar: str | None = None) -> Any:
 CHOICE_HELP = {
     "model": "the target: 'embedded', a folder, or a hub id like org/name",
     "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model (embedded-draft, "
-    "embedded-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a cascade; auto: "
-    "embedded-draft for the embedded target, a checkpoint's own MTP block, else none",
+    "embedded-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a cascade; auto: the "
+    "draft that the package has for this target (embedded, smollm2), a checkpoint's own MTP block, else none",
     "draft_vocabulary": "tokens that a draft model may draft: auto (as many as pay of what the target says, as counted "
     "over its runs), a number (the first ids), or a file of ids; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
@@ -298,18 +298,31 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
-EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD)  # as in the loader, which would import torch
+SMOLLM2_HEAD = "smollm2-head"
+# The models inside the package, as in the loader, which would import torch.
+EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD, SMOLLM2_HEAD)
+# Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
+SHIPPED = {
+    "embedded": (EMBEDDED_DRAFT, {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}),
+    "smollm2": (SMOLLM2_HEAD, {"head": SMOLLM2_HEAD}),
+}
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
-    embedded = model in ("embedded", "embedded-target")
-    draft = draft if draft != "auto" else EMBEDDED_DRAFT if embedded else "mtp" if drafts_itself(model) else "none"
-    return None if draft == "none" else _checked(parse_draft(draft), embedded)
+    draft = shipped(model)[0] if draft == "auto" else draft
+    return None if draft == "none" else _checked(parse_draft(draft), model)
 
 
-def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
-    """Check the models of all levels of a draft, and fill in the embedded draft or head for an embedded target.
+@lru_cache
+def shipped(model: str) -> tuple[str, dict[str, str]]:
+    """The entry of a target in SHIPPED, or its own MTP block. A file is known by its bytes, whatever its name."""
+    name = "embedded" if model == "embedded-target" else model if model in SHIPPED else hub.packaged_as(model)
+    return SHIPPED.get(name or "") or ("mtp" if drafts_itself(model) else "none", {})
+
+
+def _checked(spec: SpecConfig, target: str) -> SpecConfig:
+    """Check the models of all levels of a draft, and fill in those that the package has for this target.
 
     Raises RegistryError for a name that does not exist.
     """
@@ -319,9 +332,9 @@ def _checked(spec: SpecConfig, embedded: bool) -> SpecConfig:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         drafters = ", ".join(registry.names("drafters"))
         raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
-    below = tuple(_checked(b, embedded) for b in spec.below)
-    if embedded and name is None:
-        name = {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}.get(owns(spec.method))
+    below = tuple(_checked(b, target) for b in spec.below)
+    if name is None and (kind := owns(spec.method)):
+        name = shipped(target)[1].get(kind)
     return dataclasses.replace(spec, model=name, below=below)
 
 

@@ -12,14 +12,12 @@ from tyro.conf import Positional, arg
 
 from sameseed import registry
 from sameseed.cli.options import (
-    EMBEDDED,
-    EMBEDDED_DRAFT,
-    EMBEDDED_HEAD,
     EngineChoice,
     companion,
     draft_choice,
     option,
     parse,
+    shipped,
 )
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
@@ -139,11 +137,12 @@ def requested(args: TuneArgs) -> TuneRequest:
 
 
 def _usual(model: str) -> tuple[str, ...]:
-    """All drafters that need no model, and the target's own: the embedded draft and head, or its block for MTP."""
+    """All drafters that need no model, and the target's own: its draft, and its head after a lookup."""
     classes = {name: module.DRAFTER for name, module in registry.loaded("drafters").items()}
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
-    packaged = (EMBEDDED_DRAFT, f"{alone[-1]} + {EMBEDDED_HEAD}")
-    return (*alone, *(packaged if model in EMBEDDED else ("mtp",) if drafts_itself(model) else ()))
+    auto, own = shipped(model)
+    after = [f"{alone[-1]} + {own['head']}"] if "head" in own else []
+    return (*alone, *([auto] if auto != "none" else []), *after)
 
 
 def _again(args: TuneArgs, before: Tuned) -> TuneArgs:

@@ -60,7 +60,7 @@ def plain(smollm2: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "self_quant"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "self_quant", "smollm2-head"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_change_nothing(draft: str, temperature: float, plain: LLM, smollm2: Path) -> None:
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=7)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 from tyro.conf import UseAppendAction, arg
 
+from sameseed import hub
 from sameseed.cli import options
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import RegistryError
@@ -89,6 +92,19 @@ def test_the_embedded_model_brings_its_draft() -> None:
         options.draft_choice("sufix + draft_model", "embedded")
     with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):
         options.draft_choice("embeded-draft", "embedded")
+
+
+def test_a_target_that_the_package_has_a_draft_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = SpecConfig("draft_model", "smollm2-head")
+    assert options.draft_choice("auto", "smollm2") == head
+    assert options.draft_choice("eagle", "smollm2") == SpecConfig("eagle", "smollm2-head")
+    same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
+    same.write_bytes(b"bytes")
+    other.write_bytes(b"sizes")
+    sign = hashlib.sha256(b"bytes").hexdigest()
+    monkeypatch.setitem(hub.PACKAGED, "smollm2", dataclasses.replace(hub.PACKAGED["smollm2"], size=5, sha256=sign))
+    assert options.draft_choice("auto", str(same)) == head
+    assert options.draft_choice("auto", str(other)) is None
 
 
 def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
