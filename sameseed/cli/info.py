@@ -76,7 +76,7 @@ def collect() -> dict[str, Any]:
         "devices": devices.describe(),
         "start": _start(),
         **registries(),
-        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head")},
+        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head", "smollm2-head")},
     }
 
 
