@@ -146,6 +146,18 @@ def test_texts_stay_and_states_are_a_cache(folder: Path, tmp_path: Path) -> None
         run(folder, tmp_path / "out", resume=True)
 
 
+def test_prompts_may_count(folder: Path, tmp_path: Path) -> None:
+    """The same texts give more places to learn from, and other weights."""
+    seen, weights = [], []
+    for prompts in (False, True):
+        out, recipe = tmp_path / str(prompts), recipe_for(folder)
+        done = run(folder, out, replace(recipe, loss=replace(recipe.loss, prompts=prompts)), stop_after=1)
+        rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        seen.append(next(row["tokens"] for row in rows if row["stage"] == "head"))
+        weights.append(tensors(done.folder)["fc.weight"])
+    assert seen[1] > seen[0] > 0 and not weights[0].equal(weights[1])
+
+
 def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
     """The inference head and vLLM read these names, shapes, offsets and flags; the frequent tokens are kept."""
     size = SizeSettings(draft_vocab_size=150, num_kv_heads=4)
