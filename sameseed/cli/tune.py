@@ -21,7 +21,6 @@ from sameseed.cli.options import (
 )
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
-from sameseed.models.config import drafts_itself
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
