@@ -304,7 +304,7 @@ EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD, SMOLLM
 # Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
     "embedded": (EMBEDDED_DRAFT, {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}),
-    "smollm2": (SMOLLM2_HEAD, {"head": SMOLLM2_HEAD}),
+    "smollm2": (f"suffix + {SMOLLM2_HEAD}", {"head": SMOLLM2_HEAD}),
 }
 
 

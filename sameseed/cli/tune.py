@@ -141,7 +141,7 @@ def _usual(model: str) -> tuple[str, ...]:
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
     auto, own = shipped(model)
     after = [f"{alone[-1]} + {own['head']}"] if "head" in own else []
-    return (*alone, *([auto] if auto != "none" else []), *after)
+    return tuple(dict.fromkeys([*alone, *([auto] if auto != "none" else []), *after]))
 
 
 def _again(args: TuneArgs, before: Tuned) -> TuneArgs:

@@ -95,15 +95,15 @@ def test_the_embedded_model_brings_its_draft() -> None:
 
 
 def test_a_target_that_the_package_has_a_draft_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = SpecConfig("draft_model", "smollm2-head")
-    assert options.draft_choice("auto", "smollm2") == head
+    usual = options.draft_choice("suffix + smollm2-head", "smollm2")
+    assert usual is not None and options.draft_choice("auto", "smollm2") == usual
     assert options.draft_choice("eagle", "smollm2") == SpecConfig("eagle", "smollm2-head")
     same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
     same.write_bytes(b"bytes")
     other.write_bytes(b"sizes")
     sign = hashlib.sha256(b"bytes").hexdigest()
     monkeypatch.setitem(hub.PACKAGED, "smollm2", dataclasses.replace(hub.PACKAGED["smollm2"], size=5, sha256=sign))
-    assert options.draft_choice("auto", str(same)) == head
+    assert options.draft_choice("auto", str(same)) == usual
     assert options.draft_choice("auto", str(other)) is None
 
 
