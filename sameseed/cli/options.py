@@ -297,14 +297,11 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
 
 
-EMBEDDED_DRAFT, EMBEDDED_HEAD = "embedded-draft", "embedded-head"
-SMOLLM2_HEAD = "smollm2-head"
-# The models inside the package, as in the loader, which would import torch.
-EMBEDDED = ("embedded", "embedded-target", EMBEDDED_DRAFT, EMBEDDED_HEAD, SMOLLM2_HEAD)
+EMBEDDED = ("embedded", "embedded-target", "embedded-draft", "embedded-head", "smollm2-head")  # as the loader's
 # Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
-    "embedded": (EMBEDDED_DRAFT, {"model": EMBEDDED_DRAFT, "head": EMBEDDED_HEAD}),
-    "smollm2": (f"suffix + {SMOLLM2_HEAD}", {"head": SMOLLM2_HEAD}),
+    "embedded": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
+    "smollm2": ("suffix + smollm2-head", {"head": "smollm2-head"}),
 }
 
 
@@ -322,10 +319,7 @@ def shipped(model: str) -> tuple[str, dict[str, str]]:
 
 
 def _checked(spec: SpecConfig, target: str) -> SpecConfig:
-    """Check the models of all levels of a draft, and fill in those that the package has for this target.
-
-    Raises RegistryError for a name that does not exist.
-    """
+    """Check the models of all levels, and fill in those that the package has. Raises RegistryError for no such name."""
     name = spec.model
     if name is not None and name not in (*EMBEDDED, *hub.PACKAGED) and os.sep not in name and not os.path.exists(name):
         near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)

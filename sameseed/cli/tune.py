@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from sameseed import registry
-from sameseed.cli.options import (
-    EngineChoice,
-    companion,
-    draft_choice,
-    option,
-    parse,
-    shipped,
-)
+from sameseed.cli.options import EngineChoice, companion, draft_choice, option, parse, shipped
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams
@@ -140,8 +133,8 @@ def _usual(model: str) -> tuple[str, ...]:
     classes = {name: module.DRAFTER for name, module in registry.loaded("drafters").items()}
     alone = [name for name, cls in classes.items() if not cls.owns and cls.num_below == (0, 0)]
     auto, own = shipped(model)
-    after = [f"{alone[-1]} + {own['head']}"] if "head" in own else []
-    return tuple(dict.fromkeys([*alone, *([auto] if auto != "none" else []), *after]))
+    mine = [auto, *(f"{alone[-1]} + {name}" for kind, name in own.items() if kind == "head")]
+    return tuple(dict.fromkeys(d for d in (*alone, *mine) if d != "none"))
 
 
 def _again(args: TuneArgs, before: Tuned) -> TuneArgs:

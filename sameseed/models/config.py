@@ -65,8 +65,7 @@ WITH_FACTORS = ("SmolLM3ForCausalLM", "GraniteForCausalLM")  # Llamas that diffe
 MSCALES = ("mscale", "mscale_all_dim")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
-EMBEDDED = {"embedded": "target", "embedded-target": "target", "embedded-draft": "draft", "embedded-head": "head"}
-EMBEDDED |= {"smollm2-head": "smollm2-head"}
+EMBEDDED = {"embedded": "target", "smollm2-head": "smollm2"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
 OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")

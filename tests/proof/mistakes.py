@@ -48,13 +48,7 @@ MISTAKES: tuple[Mutant, ...] = (
         "            child, token = 0, draft_tokens[0]\n        path.tokens.append(token)",
     ),
     _walk("accepts any guess", _CHILD, "child = next((c for (p, _), c in children.items() if p == node), None)"),
-    _walk(
-        "accepts by a threshold instead of the rule",
-        _CHOOSE,
-        _GUESS.format(limit="0.25"),
-        "L6",
-        "L5",
-    ),
+    _walk("accepts by a threshold instead of the rule", _CHOOSE, _GUESS.format(limit="0.25"), "L6", "L5"),
     _walk(
         "rejects by probability and forgets the residual",  # min(1, p / q) with q = 1, then a draw from all of p
         _CHOOSE,

@@ -58,12 +58,7 @@ _PROCESSORS = (
     _text("a token counts once however often", _COUNT, "state.counts[token] += 1", "state.counts[token] = 1"),
     _text("min-p is its root", sampling._floor, "np.log(params.min_p)", "np.log(params.min_p) / 2", "T1", "L5s"),
     _text("no temperature below 0.3", sampling._divisor, "params.temperature, _COLDEST", "params.temperature, 0.3"),
-    _text(
-        "greedy texts heed grammars alone",
-        sampling.plain_greedy,
-        "shaped_by_model(seq)",
-        "seq.grammar is None",
-    ),
+    _text("greedy texts heed grammars alone", sampling.plain_greedy, "shaped_by_model(seq)", "seq.grammar is None"),
     _native("noise of the next position", "noise_key(seed, position)", "noise_key(seed, position + 1)", "T1", "L7"),
     _native("one token too many of top-k", "params.top_k,", "params.top_k + (params.top_k > 0),"),
     _native("no temperature", "_divisor(params),", "1.0,"),
@@ -139,12 +134,7 @@ _ENDS = (
     _text(
         "a stop string across tokens is missed", OutputText.push, "max(0, known - len(s) + 1 - begin)", "known - begin"
     ),
-    _text(
-        "a character of the stop string stays",
-        OutputText.push,
-        "latest[: min(found)]",
-        "latest[: min(found) + 1]",
-    ),
+    _text("a character of the stop string stays", OutputText.push, "latest[: min(found)]", "latest[: min(found) + 1]"),
     _text("an end token ends nothing", Running._end, "params.ending(self.eos)", "params.stop_token_ids"),
     _text(
         "a token less than asked for",

@@ -10,17 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lawkit import (
-    MODEL_VOCAB,
-    SAMPLED,
-    TOKENIZER_SIZE,
-    Pair,
-    make_engine,
-    random_prompts,
-    run,
-    texts,
-    write_model,
-)
+from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import ops
 from sameseed.drafters._choices import choices

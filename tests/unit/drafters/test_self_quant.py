@@ -39,10 +39,9 @@ def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
     assert runner.cache is engine.runner.cache and runner.blocks is engine.runner.blocks
     rows: list[int] = []
     forward = runner.forward
-    runner.forward = lambda seqs, draft, pending, **more: (
-        rows.extend(pending),
-        forward(seqs, draft, pending, **more),
-    )[1]
+    runner.forward = lambda seqs, draft, pending, **more: (rows.extend(pending), forward(seqs, draft, pending, **more))[
+        1
+    ]
     run(engine, [[5] * 60], GREEDY)
     assert set(rows) == {1}
 

@@ -261,11 +261,7 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
     ahead = LLM(target, draft, overlap=3).engine.ahead
     assert isinstance(ahead, Overlap)
     assert (ahead.threads, ahead.others) == (3, 1)
-    for wrong, said in (
-        (-1, "overlap must be at least 0"),
-        (True, "'overlap' must be of type int"),
-        (1.5, "type int"),
-    ):
+    for wrong, said in ((-1, "overlap must be at least 0"), (True, "'overlap' must be of type int"), (1.5, "type int")):
         with pytest.raises(ConfigError, match=said):
             SpecConfig("draft_model", overlap=wrong)  # type: ignore[arg-type]
 

@@ -411,12 +411,7 @@ def test_the_alarm(pair: Pair) -> None:
     assert all(cause in useless.notes[0] for cause in ("another target", "tokenizer", "chat template"))
     assert alarm_of(pair, FirstDrafts(400, 60, 55.0, taken=60)).verdict == WARNING, "no better than chance"
     assert alarm_of(pair, FirstDrafts(400, 60, 8.0, taken=60)).verdict == PASSED
-    for few in (
-        FirstDrafts(),
-        FirstDrafts(3, 0, 0.1),
-        FirstDrafts(400, 0, 3.0),
-        FirstDrafts(49, 20, 1.0, taken=20),
-    ):
+    for few in (FirstDrafts(), FirstDrafts(3, 0, 0.1), FirstDrafts(400, 0, 3.0), FirstDrafts(49, 20, 1.0, taken=20)):
         silent = pair_of_ngrams(pair)
         silent.first = few
         assert run_check(acceptance.alarm, silent, Effort(1e-9)).status == NOT_SHOWN, "never drafted, or never right"

@@ -65,11 +65,7 @@ ARCHS = {
     "gemma4-e": "gemma4",
 }
 ARCH_KEYS: dict[str, dict[str, Any]] = {
-    "ministral3": {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 4.0,
-        "rope.scaling.original_context_length": 64,
-    },
+    "ministral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
     "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.5},
     "gemma3": {
         "attention.sliding_window": 7,

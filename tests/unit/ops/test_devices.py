@@ -96,10 +96,7 @@ def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
 
 def test_memory_is_the_device_s(one_gpu):
     need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
-    with pytest.raises(
-        ConfigError,
-        match=r"4.0 GiB.* 0.8 GiB.* 3.0 GiB.* 0.9 of the 8.0",
-    ):
+    with pytest.raises(ConfigError, match=r"4.0 GiB.* 0.8 GiB.* 3.0 GiB.* 0.9 of the 8.0"):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
     blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
     assert blocks == 4 * 32  # all four requests fit
@@ -152,11 +149,7 @@ def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
 
 
 # Functions above the ops that make the host wait for a device.
-WAITS = {
-    "devices.put",
-    "spec.verify.on_host",
-    "drafters._eagle_guesses.rows",
-}
+WAITS = {"devices.put", "spec.verify.on_host", "drafters._eagle_guesses.rows"}
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model", "eagle", "cascade", "self_quant"])

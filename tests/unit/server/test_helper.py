@@ -87,8 +87,7 @@ def fault_of(compiling: Callable[[], str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("compiling", "fault"),
-    [(_sleep, "machine"), (_kill, "machine"), (_work, "request"), (_much, "request"), (str, "")],
+    ("compiling", "fault"), [(_sleep, "machine"), (_kill, "machine"), (_work, "request"), (_much, "request"), (str, "")]
 )
 async def test_a_grammar_is_refused_for_its_own_faults_only(
     monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], fault: str
