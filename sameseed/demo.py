@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sameseed import LLM
     from sameseed.engine.engine import Engine
     from sameseed.measure.bench import Run
+    from sameseed.tokenizer import Tokenizer
 
 REAL = "smollm2"
 REAL_DRAFT = "suffix"  # needs no second model: it drafts what the conversation said before
@@ -61,7 +62,6 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
     from sameseed import hub
     from sameseed.cli.console import stdout_console
-    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
     console = stdout_console()
     try:
@@ -69,8 +69,7 @@ def run(argv: Seq[str], prog: str) -> int:
     except ModelLoadError as error:
         console.print(f"Without a trained model: {error}\n", markup=False)
         plain, drafting, same = show_pair(console)
-        prompts = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
-        same = measure(plain, drafting, prompts, args.seconds, console) and same
+        same = measure(plain, drafting, pair_prompts(plain.tokenizer), args.seconds, console) and same
         console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
     else:
         same = show_real(args.seconds, console)
@@ -147,6 +146,13 @@ def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
     return plain.engine, drafting.engine, same
 
 
+def pair_prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Token ids of the prompts with which the packaged pair is measured."""
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
+
+    return [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+
+
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:
     """Run both engines interleaved until the time is up, and print a table; True if all outputs are equal."""
     from sameseed.cli.console import progress
@@ -178,8 +184,8 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
         table.add_column(name, justify="left" if name == "speculation" else "right")
     for how, (plain, drafted) in runs.items():
         gain, rate = drafted.tokens_per_s / plain.tokens_per_s, drafted.metrics.acceptance_rate
-        repeated = plain.repeated
-        table.add_row(f"{how}, off", f"{plain.tokens_per_s:.1f}", "", "", "" if repeated is None else f"{repeated:.0%}")
+        repeated = "" if plain.repeated is None else f"{plain.repeated:.0%}"
+        table.add_row(f"{how}, off", f"{plain.tokens_per_s:.1f}", "", "", repeated)
         accepted = "no drafts" if rate is None else f"{rate:.0%}"
         table.add_row(f"{how}, on", f"{drafted.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
         gains.append(f"{how} {gain:.2f} times as fast")
@@ -194,9 +200,7 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
     )
     console.print(f"\n{', '.join(gains)}. {verdict(same)}")
     if few < ENOUGH:
-        console.print(
-            "Too few prompts to tell: the machine is slow or busy; --seconds 180 measures more", style="yellow"
-        )
+        console.print("Too few prompts: the machine is slow or busy; --seconds 180 measures more", style="yellow")
     return same
 
 

