@@ -124,7 +124,7 @@ class HeadLearner:
                 f"at {recipe.loss.unroll} steps on its own features, of which step s counts {recipe.loss.falloff:g}^s "
                 f"(the first {recipe.loss.alone:.0%} of the updates: step 0 alone)"
             )
-            how += "; tokens of prompts count too" if recipe.loss.prompts else ""
+            how += "; tokens of prompts count too" if recipe.loss.learn_prompts else ""
         return (
             f"{kind} for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters of its own: {sizes(layer)}. "
             f"It reads {reads}, {tokens}, and {drafts}. bfloat16. Its layers began as the target's last.\n\n"

@@ -192,7 +192,7 @@ class HeadForTraining(DraftHead):
         self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int, _: torch.Generator
     ) -> HeadBatch:
         alone = step < recipe.loss.alone * recipe.train.steps
-        texts = [replace(text, num_given=0) for text in texts] if recipe.loss.prompts else texts
+        texts = [replace(text, num_given=0) for text in texts] if recipe.loss.learn_prompts else texts
         return self.batch(texts, columns, 1 if alone else recipe.loss.unroll)
 
     def drafts(self, batch: HeadBatch, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:

@@ -34,7 +34,7 @@ class LossSettings:
     `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
     from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
     entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
-    a batch: those that its texts have, the most frequent, and some random ones (0: all). `prompts`: learned too.
+    a batch: those that its texts have, the most frequent, and some random ones (0: all). `learn_prompts`: these too.
     """
 
     unroll: int = within(4, 1)
@@ -42,7 +42,7 @@ class LossSettings:
     alone: float = 0.5
     argmax_weight: float = 0.5
     candidates: int = 2048
-    prompts: bool = False
+    learn_prompts: bool = False
 
     def __post_init__(self) -> None:
         fields.check(self)

@@ -150,7 +150,7 @@ def test_prompts_may_count(folder: Path, tmp_path: Path) -> None:
     """The same texts give more places to learn from."""
     loss, seen = recipe_for(folder).loss, []
     for prompts in (False, True):
-        recipe = recipe_for(folder, loss=replace(loss, prompts=prompts))
+        recipe = recipe_for(folder, loss=replace(loss, learn_prompts=prompts))
         seen.append(run(folder, tmp_path / str(prompts), recipe, stop_after=1).results["training"]["tokens"])
     assert seen[1] > seen[0] > 0
 
