@@ -301,7 +301,7 @@ EMBEDDED = ("embedded", "embedded-target", "embedded-draft", "embedded-head", "s
 # Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
     "embedded": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
-    "smollm2": ("suffix + smollm2-head", {"head": "smollm2-head"}),
+    "smollm2": ("suffix", {"head": "smollm2-head"}),
 }
 
 
