@@ -165,4 +165,4 @@ def test_engine_and_commands_name_no_drafter() -> None:
             module = node.module if isinstance(node, ast.ImportFrom) else None
             assert not re.match(r"sameseed\.drafters\.[a-z]", module or ""), f"{file.name} imports {module}"
     # Drafts that are taken where none is said, and the role of a chat.
-    assert named == {("cli", "ngram"), ("cli", "mtp"), ("cli", "assistant")}
+    assert named == {("cli", name) for name in ("ngram", "suffix", "mtp", "assistant")}
