@@ -57,12 +57,16 @@ class AssistantDrafter(Drafter):
         model.check_target(parts.target.model)
         return cls(options, model, parts.target, parts.policy)
 
+    @property
+    def limit(self) -> int:
+        return self.model.max_model_len + 2  # drafts have the position before the last known token's
+
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, one pass per token; confidence holds path probabilities."""
         chains: list[_Chain] = [([], []) for _ in seqs]
         depths = [min(self.options.depth, k, s.draft_depth) for s, k in zip(seqs, num_draft, strict=True)]
         known = [self._own.get(s.seq_id, (0, None))[0] for s in seqs]
-        fits = [bool(n) and n == s.num_cached == len(s) - 1 for s, n in zip(seqs, known, strict=True)]
+        fits = [0 < n == s.num_cached == len(s) - 1 < self.limit - 1 for s, n in zip(seqs, known, strict=True)]
         active = [b for b, depth in enumerate(depths) if depth > 0 and fits[b]]
         states = torch.empty(0)
         if active:

@@ -1,4 +1,4 @@
-"""block drafter (DFlash: Chen et al., 2026): a head reads the target's hidden states and guesses a chain in one pass.
+"""block drafter (DFlash: Chen et al., 2026): a head reads the target's hidden states and drafts a chain in one pass.
 
 The pass reads the last known token and mask tokens, which attend to keys and values made from the target's hidden
 states. An optional Markov head adds a bias to each position's logits, given the token chosen before it (DSpark:

@@ -1,4 +1,4 @@
-"""draft_model drafter (Leviathan et al., 2023; Chen et al., 2023): a smaller model guesses a chain of tokens.
+"""draft_model drafter (Leviathan et al., 2023; Chen et al., 2023): a smaller model drafts a chain of tokens.
 
 It samples with the target's own noise (coupled sampling), so a draft token is accepted if both draw the same token.
 """

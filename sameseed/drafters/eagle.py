@@ -26,7 +26,7 @@ from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.eagle_loader import with_vocabulary
-from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.models.eagle_runner import HeadRunner, TreeLevel
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
@@ -161,7 +161,7 @@ class EagleDrafter(Reading):
             g.first = i
             self._children(g, [-1], rows, 0)
         for depth in range(1, max(g.depth for g in growing)):
-            levels: list[Level] = []
+            levels: list[TreeLevel] = []
             parents: list[Ints] = []  # rows of `features`
             running: list[tuple[_GrowingTree, list[int]]] = []
             num_rows = 0
@@ -172,7 +172,7 @@ class EagleDrafter(Reading):
                     continue
                 chosen = nodes.tolist()
                 masks = [tree.masks[n] for n in chosen]
-                levels.append(Level(self.followers[g.seq].holder, tree.tokens[nodes].tolist(), masks, place))
+                levels.append(TreeLevel(self.followers[g.seq].holder, tree.tokens[nodes].tolist(), masks, place))
                 parents.append(tree.rows[nodes] + g.first)
                 running.append((g, chosen))
                 g.first, num_rows = num_rows, num_rows + len(chosen)

@@ -291,6 +291,8 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
         raise ConfigError(
             f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
         )
+    if cls.owns == "model" and is_assistant(own) and spec.method != WRITTEN["ASSISTANT"]:
+        raise ConfigError(f"{name} is an assistant of a Gemma 4 and drafts for that model alone; write --draft {name}")
     if spec.method in (WRITTEN["HEAD"], WRITTEN["BLOCK"]) and spec.method != head_drafter(own):
         raise ConfigError(
             f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "

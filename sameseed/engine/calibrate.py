@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sameseed.cost.curve import SHORT, Curve
 from sameseed.cost.running import DraftCost, EngineCost, GapCost
 from sameseed.engine.alarm import Alarm
+from sameseed.engine.policies import CALIBRATING
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.reference import one_thread
@@ -102,7 +103,7 @@ def measure_engine(engine: Engine, seconds: float) -> EngineCost:
             engine.policy = _Listener(k, partial(_learn_late, cost, count()))
             for i in range(size):
                 prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
-                engine.add(Request(f"{__name__}-{size}-{k}-{i}", prompt, params, 0, tenant=__name__))
+                engine.add(Request(f"{__name__}-{size}-{k}-{i}", prompt, params, 0, tenant=CALIBRATING))
             while engine.has_work:
                 engine.step()
     finally:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 import sameseed
 from sameseed import store
 from sameseed.config import EngineConfig
@@ -20,6 +22,7 @@ from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
 
 SCHEMA, KIND = 5, "learned"
+LONGEST, MOST = 600.0, 1e18  # seconds of a pass (the server ends an engine whose step takes as long), any other number
 FIRST, LAST = 64, 4096  # rounds before the first write; later writes at 4 times as many, at most `LAST` apart
 
 
@@ -57,6 +60,9 @@ class LearnedTable:
         Known costs are not measured again: the policy's first rounds scale them to the machine's speed now.
         """
         arrays = store.read(KIND, self._key)
+        if arrays is not None and not is_plausible(arrays):
+            store.refuse(KIND, self._key, "numbers that no engine has")
+            arrays = None
         if arrays is None:
             self._policy.calibrate(measure)
             self._write()
@@ -74,3 +80,9 @@ class LearnedTable:
     def _write(self) -> None:
         if self._policy.cost is not None:
             store.write(KIND, self._key, {**self._policy.cost.as_arrays(), **self._policy.acceptance.as_arrays()})
+
+
+def is_plausible(arrays: store.Arrays) -> bool:
+    """Whether all numbers are finite and none is negative, and a pass takes 1 µs to 10 minutes: clocks may glitch."""
+    every, seconds = np.concatenate([a.ravel() for a in arrays.values()]), arrays["target"][1]
+    return bool(every.min() >= 0.0 and every.max() <= MOST and seconds.min() >= 1e-6 and seconds.max() <= LONGEST)

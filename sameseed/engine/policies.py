@@ -19,6 +19,8 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import LengthPolicy, Round
 from sameseed.tuned import Scope
 
+CALIBRATING = "sameseed.engine.calibrate"  # the tenant of requests that measure: nobody asked for their outputs
+
 log = logging.getLogger("sameseed")
 Learning = DiscoLength | GoodputLength | HistoryLength
 OWN: dict[str, type[Learning]] = {"disco": DiscoLength, "goodput": GoodputLength, "history": HistoryLength}
@@ -169,7 +171,7 @@ class RequestPolicies:
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended; its output is counted."""
-        if self._said is not None:
+        if self._said is not None and seq.tenant != CALIBRATING:
             self._said.add(seq.token_ids[seq.num_prompt :])
         for policy in self._all():
             policy.release(seq)

@@ -20,7 +20,7 @@ from sameseed.request import Sequence
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """Nodes of one depth of a sequence's draft tree: tokens [n], masks of cache places (their own and ancestors').
 
     Their places in the cache are `first`, `first` + 1, and so on, counted from the first draft row.
@@ -67,7 +67,7 @@ class HeadRunner:
         (last,) = int_tensors(([n - 1 for n in itertools.accumulate(map(len, tokens))],), self.model.device)
         return logits, own.index_select(0, last), chosen
 
-    def expand(self, levels: Seq[Level], features: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, levels: Seq[TreeLevel], features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one level of several trees; features [T, C] are those of the nodes' parents.
 
         Returns logits [T, Vd] and the nodes' own features [T, C]. The nodes' rows stay in the cache behind the
@@ -99,7 +99,7 @@ class HeadRunner:
                 return None
             drawn.add(chosen)
             running, sees = drawn.running(depth), (1 << depth) - 1  # mask of all nodes so far
-            batch = self._batch([Level(holders[b], [UNKNOWN], [sees], depth - 1) for b in running])
+            batch = self._batch([TreeLevel(holders[b], [UNKNOWN], [sees], depth - 1) for b in running])
             batch = replace(batch, draws=Draws.of([draws(b, depth) for b in running], True))
             batch = batch.with_late(drawn.last(depth).clamp(min=0))  # FAILED becomes any valid token
             features = drawn.going(features, depth)
@@ -127,7 +127,7 @@ class HeadRunner:
         )
         return None if steps is None else self.model.chain(batch, steps, self.cache, (0, self.window or 0), features)
 
-    def _batch(self, levels: Seq[Level]) -> Batch:
+    def _batch(self, levels: Seq[TreeLevel]) -> Batch:
         """The batch of one level of several trees."""
         tokens: list[int] = []
         positions: list[int] = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
+from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
 from sameseed.models.decoder import Decoder
@@ -37,11 +38,16 @@ class Llama(Decoder):
         if name.startswith(("Ministral3", "Mistral3")):
             raw = {**raw, "sliding_window": raw.get("sliding_window")}
         base = base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
-        if (raw.get("rope_parameters") or {}).get("llama_4_scaling_beta"):  # queries further out would be scaled
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if rope.get("llama_4_scaling_beta"):  # queries further out would be scaled
             return replace(base, max_model_len=min(base.max_model_len, base.rope.original_max_len))
         if name == "SmolLM3ForCausalLM":
             every = whole_number(raw, where, "no_rope_layer_interval", 4)
             turns = raw.get("no_rope_layers") or [(i + 1) % every for i in range(base.num_layers)]
+            if not isinstance(turns, list) or len(turns) != base.num_layers:
+                raise ModelLoadError(
+                    f"{where}: no_rope_layers must list all {base.num_layers} layers; mend config.json"
+                )
             return replace(base, still_layers=frozenset(i for i, turn in enumerate(turns) if not turn))
         if name == "GraniteForCausalLM":
             embedding, scores, residual, logits = (positive_number(raw, n, 1.0, where) for n in GRANITE.values())

@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed.config import parse_draft
 from sameseed.cost.curve import SHORT
-from sameseed.cost.round import RoundCost
+from sameseed.cost.round import Gap, RoundCost
 from sameseed.cost.running import EngineCost
 from sameseed.engine.calibrate import LONG, measure_engine
 from sameseed.engine.llm import LLM
@@ -68,10 +68,14 @@ def anchor(
             costs.append(measure_engine(llm.engine, seconds))
         prompt = [rng.randrange(vocab_size) for _ in range(tokens)]
         first.append(plain.generate([prompt], SamplingParams(max_tokens=1))[0].metrics.time_to_first_token)
-    made = []
+    made, gap = [], middle(turns[0]).between.at(1, False)
     for plan, costs in zip(drafts, turns[1:], strict=True):
         if seen := [c for c in costs if c.draft.seen]:
             own = middle(seen)
-            plan = replace(plan, steps=own.levels[0], grade="anchored", spread=own.spread)
+            (steps,), more = own.levels, own.between.at(1, True) - own.between.at(1, False)
+            assert isinstance(steps, EngineCost)
+            steps.draft.coefficients[0] = max(0.0, steps.draft.coefficients[0] + more)  # its own time between passes
+            plan = replace(plan, steps=steps, grade="anchored", spread=own.spread)
         made.append(plan)
-    return middle([c for costs in turns for c in costs], first, tokens), made
+    whole = middle([c for costs in turns for c in costs], first, tokens)
+    return replace(whole, between=Gap(gap, gap)), made

@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
@@ -78,14 +78,14 @@ class WorkFolder:
 
     def write_json(self, name: str, value: object) -> None:
         """Write a JSON file, all or nothing. Raises ModelSaveError where it cannot be written."""
-        self._write(name, json.dumps(value, indent=1).encode())
+        self._write(name, lambda file: file.write(json.dumps(value, indent=1).encode()))
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         path = self.folder / name
         try:
             with replacing(path) as file:
-                file.write(content)
-        except OSError as error:
+                write(file)
+        except (OSError, SafetensorError) as error:
             raise ModelSaveError(
                 f"{path} cannot be written ({error}); make room, and the same command with --resume goes on from there"
             ) from None
@@ -115,7 +115,7 @@ class WorkFolder:
             if linear.bias is not None:
                 tensors[f"bias:{name}"] = linear.bias
         about = {"linears": json.dumps(linears), "errors": json.dumps([asdict(e) for e in errors])}
-        self._write(_layer_name(block.index), save(tensors, metadata=about))
+        self._write(_layer_name(block.index), lambda file: save_file(tensors, file.name, metadata=about))
 
     def read_layer(self, index: int) -> tuple[Block, list[ModuleError]]:
         """The inverse of write_layer, bit for bit. Raises ConfigError where the file is damaged."""

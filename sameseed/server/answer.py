@@ -120,14 +120,7 @@ class Answering(Response):
 class Answer(Answering):
     """Sends the output of one stream of the engine."""
 
-    def __init__(
-        self,
-        reply: Reply,
-        stream: Stream,
-        ticket: Ticket,
-        metrics: ServerMetrics,
-        timeout: float,
-    ) -> None:
+    def __init__(self, reply: Reply, stream: Stream, ticket: Ticket, metrics: ServerMetrics, timeout: float) -> None:
         super().__init__(ticket, timeout)
         self._reply, self._stream, self._metrics = reply, stream, metrics
         options = reply.fields.stream_options
@@ -155,13 +148,15 @@ class Answer(Answering):
                 self._status = 200
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                 await write(reply.begin())
-            await write(await limits.away(len(piece.prompt_logprobs) > INLINE, partial(list, reply.events(piece))))
+            await write(
+                await limits.away(len(piece.prompt_logprobs) > INLINE, partial(list, reply.events(piece)), None)
+            )
         if self._events:
             await write(reply.end(self._usage), more=False)
         else:
             num_shown = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices)
             many = num_shown + reply.show_tokens * reply.num_prompt_tokens > INLINE
-            body = await limits.away(many, lambda: JSONResponse(reply.body()))
+            body = await limits.away(many, lambda: JSONResponse(reply.body()), None)
             self._status = 200
             await body(scope, receive, send)
 

@@ -32,7 +32,7 @@ from sameseed.server.service import Service
 from sameseed.server.supervised import Backend
 
 
-class Fault(BaseModel):
+class ErrorFields(BaseModel):
     """OpenAI's fields of an error."""
 
     message: str
@@ -44,7 +44,7 @@ class Fault(BaseModel):
 class ErrorAnswer(BaseModel):
     """The body of an error."""
 
-    error: Fault
+    error: ErrorFields
     request_id: str | None = None
 
 

@@ -22,14 +22,14 @@ import msgspec
 
 from sameseed.errors import RequestError
 from sameseed.server import frames
-from sameseed.server.frames import Compile, Result, Setup, Template, ToHelper
+from sameseed.server.frames import Compile, HelperResult, Setup, Template, ToHelper
 from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS, opened
 
 log = logging.getLogger("sameseed")
 WALL = 5.0  # wall-clock seconds for each second of CPU time: other processes compute too
 LEAVING = 5.0  # seconds for a fork to end after it has closed its pipe; it ends as soon as it is scheduled
 FORK = multiprocessing.get_context("fork")  # only bytes go through its pipes, never objects
-TOO_MUCH = Result("structured output: it takes too much time or memory to compile; simplify it", "request")
+TOO_MUCH = HelperResult("structured output: it takes too much time or memory to compile; simplify it", "request")
 
 
 class Aside:
@@ -46,13 +46,13 @@ class Aside:
         for frame in unpacker.each(self._socket.makefile("rb")):
             self._socket.sendall(frames.pack(self._answer(frame)))
 
-    def _answer(self, frame: ToHelper) -> Result:
+    def _answer(self, frame: ToHelper) -> HelperResult:
         try:
             if isinstance(frame, Compile):
                 return self._compile(frame)
-            return Result(self._render(frame) if isinstance(frame, Template) else self._set_up(frame))
+            return HelperResult(self._render(frame) if isinstance(frame, Template) else self._set_up(frame))
         except RequestError as error:
-            return Result(str(error), "request")
+            return HelperResult(str(error), "request")
 
     def _set_up(self, frame: Setup) -> str:
         from sameseed.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class Aside:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
-    def _compile(self, frame: Compile) -> Result:
+    def _compile(self, frame: Compile) -> HelperResult:
         """Compile in a fork, so that neither a crash nor a kill loses the loaded library and vocabulary."""
         try:
             reading, writing = FORK.Pipe(duplex=False)
@@ -88,15 +88,15 @@ class Aside:
                 with contextlib.suppress(EOFError, OSError):
                     said = reading.recv_bytes(frames.MAX_FRAME) if reading.poll(WALL * COMPILE_SECONDS) else None
         except OSError as error:  # no memory, process or descriptor is available now
-            return Result(str(error.strerror), "machine")
+            return HelperResult(str(error.strerror), "machine")
         fork.join(LEAVING if said is not None else 0.0)
         if fork.exitcode is None:
             fork.kill()
             fork.join()
         if said and fork.exitcode == 0:
-            return msgspec.msgpack.decode(said, type=Result)
+            return msgspec.msgpack.decode(said, type=HelperResult)
         if fork.exitcode == -signal.SIGKILL:  # killed for its wall-clock time, or by the system, not by its own limits
-            return Result("compiling was stopped", "machine")
+            return HelperResult("compiling was stopped", "machine")
         return TOO_MUCH
 
     def _as_child(self, writing: Connection, frame: Compile) -> None:
@@ -107,9 +107,9 @@ class Aside:
             _limit(resource.RLIMIT_AS, address_space + COMPILE_MEMORY)
             signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
             try:
-                result = Result(self._matching.compiled(frame.kind, frame.source))
+                result = HelperResult(self._matching.compiled(frame.kind, frame.source))
             except RequestError as error:
-                result = Result(str(error), "request")
+                result = HelperResult(str(error), "request")
             writing.send_bytes(msgspec.msgpack.encode(TOO_MUCH if len(result.text) > MAX_COMPILED else result))
         except Exception:
             log.debug("a grammar could not be compiled", exc_info=True)

@@ -185,9 +185,11 @@ class EngineClient(Supervised):
         watchdog = asyncio.get_running_loop().create_task(self._watch(pid))
         try:
             while True:
-                self._receive(pid, await unpacker.next(reader))
-        except (OSError, asyncio.IncompleteReadError):
-            pass  # the process has ended
+                try:
+                    frame = await unpacker.next(reader)
+                except (OSError, asyncio.IncompleteReadError):
+                    break  # the process has ended
+                self._receive(pid, frame)
         except Exception:  # malformed frames: to stop listening ends the process
             log.exception("the engine's frames cannot be read")
         finally:

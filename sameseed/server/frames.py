@@ -178,7 +178,7 @@ class Compile(Frame):
     source: str
 
 
-class Result(Frame):
+class HelperResult(Frame):
     """From a helper: what a job made, or why it failed: because of the request, or perhaps because of the machine."""
 
     text: str

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from sameseed.server import frames, limits, process
 from sameseed.server.errors import ApiError, bad_request, unavailable
-from sameseed.server.frames import Frame, Result, Setup, Unpacker
+from sameseed.server.frames import Frame, HelperResult, Setup, Unpacker
 from sameseed.server.structured import GrammarSource
 
 log = logging.getLogger("sameseed.server")
 STARTING = 120.0  # seconds for the process to load what it needs
+AT_ONCE = 0.2  # seconds: a process that fails sooner after a job was sent had died before
 LARGE = 2**16  # characters: a larger frame is packed in a thread
 ENDED = "the server is shutting down, and this request was not finished"
 
@@ -45,8 +47,8 @@ class Helper:
         self._lock = asyncio.Lock()
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._results: Unpacker[Result] = Unpacker(Result)
-        self._jobs: set[asyncio.Task[Result]] = set()
+        self._results: Unpacker[HelperResult] = Unpacker(HelperResult)
+        self._jobs: set[asyncio.Task[HelperResult]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -87,11 +89,18 @@ class Helper:
         self.refuse()
         await self._end()
 
-    async def _answer(self, frame: Frame, size: int) -> Result:
-        data = await limits.away(size > LARGE, lambda: frames.pack(frame))
+    async def _answer(self, frame: Frame, size: int) -> HelperResult:
+        data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
         async with self._lock:
             if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
                 await self._start()
+            sent = time.monotonic()
+            try:
+                return await self._exchange(data, self._patience)
+            except HelperDiedError as error:
+                if error.spent or time.monotonic() - sent > AT_ONCE:
+                    raise
+            await self._start()  # it had died while idle
             return await self._exchange(data, self._patience)
 
     async def _start(self) -> None:
@@ -112,7 +121,7 @@ class Helper:
         await self._end()
         raise unavailable("requests cannot be prepared now; try again later")
 
-    async def _exchange(self, data: bytes, patience: float) -> Result:
+    async def _exchange(self, data: bytes, patience: float) -> HelperResult:
         """Send a frame and receive the answer. After an error or cancellation the process is ended: its answer is late.
 
         Raises HelperDiedError.
@@ -129,7 +138,7 @@ class Helper:
             await self._end()
             raise
 
-    async def _talk(self, data: bytes) -> Result:
+    async def _talk(self, data: bytes) -> HelperResult:
         assert self._streams is not None
         reader, writer = self._streams
         writer.write(data)

@@ -45,14 +45,14 @@ PASSED |= {"response_format", "structured_outputs", "guided_json"}
 
 log = logging.getLogger("sameseed.server")
 T = TypeVar("T")
-_THREADS = ThreadPoolExecutor(2, "server")  # more would only take turns on the interpreter lock
+_BODIES = ThreadPoolExecutor(2, "bodies")  # more would only take turns on the interpreter lock
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _STRING = re.compile(rb'"[^"]*"')  # strings without escapes; with escapes the expression would take quadratic time
 
 
-async def away(large: bool, work: Callable[[], T]) -> T:
-    """Do work; if it is large, in a thread, while the event loop goes on. To hand over small work would take longer."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if large else work()
+async def away(large: bool, work: Callable[[], T], threads: ThreadPoolExecutor | None = _BODIES) -> T:
+    """Do work; if it is large, in one of `threads` (None: asyncio's own), while the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(threads, work) if large else work()
 
 
 def parse_object(raw: bytes, name: str = "the body", unique: bool = True) -> dict[str, Any]:

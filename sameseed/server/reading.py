@@ -110,7 +110,7 @@ class Intake:
             def parsed() -> dict[str, Any]:
                 return limits.counted(limits.parse_object(b"".join(parts)))
 
-            yield await limits.away(visit.size > INLINE, parsed)
+            yield await limits.away(visit.size > INLINE, parsed, None)
         except ClientDisconnect:
             raise ApiError(400, "the client left") from None
         finally:

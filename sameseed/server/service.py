@@ -232,10 +232,10 @@ class Service:
     ) -> Callable[[], Thoughts | Harmony] | None:
         """Makes splitters of reasoning. `thinks`: may there be reasoning at all? None: it stays in the text."""
         name, harmony = self.config.reasoning_parser, text.calls == "openai"
-        end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
-        if thinks is None or (name is None and not harmony):
+        if thinks is None or not (harmony or name):
             return None
-        return partial(Harmony, end) if name is None or harmony else partial(Thoughts, PARSERS[name], end)
+        end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
+        return partial(Harmony, end) if harmony or name is None else partial(Thoughts, PARSERS[name], end)
 
     async def tokenize(self, request: Request, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
         """Answer POST /tokenize."""

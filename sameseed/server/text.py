@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from sameseed.errors import RequestError
@@ -41,6 +42,7 @@ class TextCodec:
         self.calls = parser_for(self.tokenizer.template_for(tools=True))  # how the model writes tool calls
         marks = [vocabulary[m] for m in (FORMATS[self.calls].marks if self.calls else ()) if m in vocabulary]
         self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
+        self._threads = ThreadPoolExecutor(2, "tokenizer")  # which works on for a request that has run out of time
         self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
 
     async def prompts(
@@ -123,7 +125,7 @@ class TextCodec:
     async def away(self, size: int, work: Callable[[], T]) -> T:
         """Do work on `size` characters or tokens, in a thread if there are many. Raises ApiError 400."""
         try:
-            return await limits.away(size > INLINE, work)
+            return await limits.away(size > INLINE, work, self._threads)
         except RequestError as error:
             raise bad_request(str(error), error.field) from None
 

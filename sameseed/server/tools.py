@@ -8,7 +8,6 @@ not a call of an offered tool stays text. Nothing that a model writes is execute
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -51,7 +50,7 @@ Tools = Mapping[str, Mapping[str, Any]]  # the schemas of the offered tools' arg
 Reader = Callable[[str, Tools], list[Call]]  # the calls that a text consists of; none if it holds anything else
 
 
-class Format(NamedTuple):
+class CallFormat(NamedTuple):
     """How a model writes calls: the marks that open one, and the mark that closes it, if any.
 
     `begin`, `end`: around the arguments of a call that a grammar compels; `separator`: between two such calls.
@@ -69,7 +68,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {  # named as vLLM's parsers
-    "qwen3_coder": Format(
+    "qwen3_coder": CallFormat(
         (OPEN, "<function="),
         OPEN + "\n<function=NAME>\n",
         "\n</function>\n" + CLOSE,
@@ -77,13 +76,15 @@ FORMATS = {  # named as vLLM's parsers
         close=CLOSE,
         signs=("<function=",),
     ),
-    "granite": Format(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
-    "openai": Format(  # as models/harmony.py gives out calls
+    "granite": CallFormat(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
+    "openai": CallFormat(  # as models/harmony.py gives out calls
         ("<|call|>",), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
     ),
-    "hermes": Format((OPEN,), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, separator="\n", close=CLOSE),
-    "mistral": Format(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
-    "llama3": Format(
+    "hermes": CallFormat(
+        (OPEN,), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, separator="\n", close=CLOSE
+    ),
+    "mistral": CallFormat(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
+    "llama3": CallFormat(
         ("<|python_tag|>", "<|python_start|>"),
         '{"name": "NAME", "parameters": ',
         "}",
@@ -140,7 +141,7 @@ class Parser:
     A tail that may become a call is held back until that is certain.
     """
 
-    def __init__(self, tools: Tools, form: Format) -> None:
+    def __init__(self, tools: Tools, form: CallFormat) -> None:
         self._tools, self._form = tools, form
         self._buffer, self._mark = "", ""
         self._called = False  # was there a call yet?
@@ -385,51 +386,58 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_TOKEN = re.compile(
+    r"""(?P<text>'{3}.*?'{3}|"{3}.*?"{3}|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"|(?P<call>[A-Za-z_][\w-]*)\s*\(|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>[A-Za-z_]\w*)"
+    r"|(?P<open>[(\[{])|(?P<shut>[)\]}])|(?P<last>,(?=\s*[)\]}]))|(?P<other>[-+]?[\d.][\w.+-]*|[,:\s])",
+    re.DOTALL,
+)
+_CLOSERS = {"(": ")]", "[": "]]", "{": "}}", "call": ")}]"}  # what closes a bracket in Python, and then in JSON
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL)
+_ESCAPED = dict(zip("ntrbfav\n'\"\\", ["\n", "\t", "\r", "\b", "\f", "\a", "\v", "", "'", '"', "\\"], strict=True))
 
 
 def _python(body: str, tools: Tools) -> list[Call]:
-    """Calls as a list in Python, `[f(a=1), g()]`, parsed and never run; the words of JSON count too."""
-    body = re.sub(r"(?:\s*<\|\w+\|>)*\s*\Z", "", body).lstrip()
-    body = _ESCAPE.sub(lambda m: m[0] if m[1] in "\\'\"abfnrtvxuUN01234567\n" else "\\" + m[0], body)  # as Python does
-    calls: list[Call] = []
+    """Calls as a list in Python, `[f(a=1), g()]`: rewritten as JSON word by word, and read as that."""
+    body = re.sub(r"(?:\s*<\|\w+\|>)*\s*\Z", "", body)
+    parts, closers, at = list[str](), list[str](), 0
     try:
-        listed = ast.parse(body, mode="eval").body
-        if not isinstance(listed, ast.List):
-            return []
-        for part in listed.elts:
-            match part:
-                case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
-                    pass
-                case ast.BinOp(left, ast.Sub(), ast.Call(func=ast.Name(id=last), args=[], keywords=keywords)):
-                    name = f"{ast.unparse(left)}-{last}".replace(" - ", "-")  # Python has no hyphens in names
-                case _:
-                    return []
-            arguments = _unique([(k.arg or "**", _value(k.value)) for k in keywords])
-            if name not in tools or "**" in arguments:
+        while at < len(body):
+            found = _TOKEN.match(body, at)
+            if found is None or (found["call"] and len(closers) != 1) or (found["key"] and closers[-1] != ")}]"):
                 return []
-            calls.append(Call(name, _object(arguments, _text_of(arguments))))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            at, word = found.end(), found[0]
+            if found["text"]:
+                parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if word[:3] in _TRIPLE else word[1:-1])))
+            elif found["call"]:
+                parts.append(f'["{found["call"]}",{{')
+                closers.append(_CLOSERS["call"])
+            elif found["key"]:
+                parts.append(f'"{found["key"]}":')
+            elif found["open"]:
+                parts.append("{" if word == "{" else "[")
+                closers.append(_CLOSERS[word])
+            elif found["shut"]:
+                closer = closers.pop()
+                if closer[0] != word:
+                    return []
+                parts.append(closer[1:])
+            elif not found["last"]:
+                parts.append(_WORDS[word] if found["word"] else word)
+        calls = _loads("".join(parts))
+        whole = all(isinstance(c, list) and len(c) == 2 and c[0] in tools and isinstance(c[1], dict) for c in calls)
+        return [Call(name, _object(arguments, _text_of(arguments))) for name, arguments in calls] if whole else []
+    except (ValueError, LookupError, TypeError, RecursionError):
         return []
-    return calls
 
 
-def _value(node: ast.expr) -> Any:
-    """The value of a literal in Python or JSON. Raises ValueError for anything else."""
-    match node:
-        case ast.Constant(value=str() | int() | float() | None):
-            return node.value
-        case ast.Name(id="true" | "false" | "null" as word):
-            return json.loads(word)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return list(map(_value, parts))
-        case ast.Dict(keys=keys, values=values):
-            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-            return _unique(list(zip(names, map(_value, values), strict=True)))
-    raise ValueError("no literal")
+_TRIPLE = ("'" * 3, '"' * 3)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else chr(int(found[4], 8)) if found[4] else _ESCAPED.get(found[5], found[0])
 
 
 # What the readers share. They raise ValueError, and RecursionError for JSON that nests too deeply.

@@ -117,7 +117,6 @@ def _raise(error: Exception) -> Grammar:
     raise error
 
 
-log = logging.getLogger("sameseed")
 BEAT = 0.25  # seconds between heartbeats
 LAST_STEP = 5.0  # seconds that the current step may still take after the socket has closed
 MAX_FAILURES = 3  # failed steps in a row after which the process gives up

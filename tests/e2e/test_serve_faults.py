@@ -21,6 +21,9 @@ import httpx
 import pytest
 from fixtures_server import Server, children, gauge, wait_until
 
+from sameseed.errors import ConfigError
+from sameseed.server.run import bind
+
 KEY = "key-of-the-tests"
 ENVIRONMENT = {"SAMESEED_API_KEY": "key-of-the-environment"}
 FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
@@ -87,6 +90,18 @@ class Reader(threading.Thread):
 
     def wait_begun(self) -> None:
         wait_until(lambda: len(self.lines) > 2)
+
+
+def test_keys(server: Server, http: httpx.Client) -> None:
+    with server.client() as stranger:
+        assert stranger.get("/health").status_code == 200
+        assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert complete(http)
+    with server.client(headers={"authorization": "Bearer key-of-the-environment"}) as other:
+        assert other.get("/ready").status_code == 200
+    log = json.dumps(server.log)
+    assert KEY not in log and "key-of-the-environment" not in log
+    assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
 
 
 def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
@@ -255,3 +270,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "is above the model's own" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
+        bind("127.0.0.1", taken.getsockname()[1])

@@ -10,6 +10,7 @@ from lawkit import Pair
 
 from sameseed import store
 from sameseed.cost.said import SaidTokens
+from sameseed.engine.calibrate import measure_engine
 from sameseed.engine.llm import LLM
 from sameseed.request import SamplingParams
 
@@ -28,6 +29,13 @@ def test_rows_that_the_target_never_needs_are_cut(pair: Pair, pair_folders: tupl
     said.counts.clear()
     said.add(range(200))
     assert said.vocabulary(pair.draft, pair.target) == "", "each token is new: the next one will be, too"
+
+
+def test_what_measuring_generated_is_not_counted(pair_folders: tuple[Path, Path]) -> None:
+    target, draft = map(str, pair_folders)
+    with LLM(target, draft, draft_options={"vocabulary": "auto"}, max_num_seqs=2) as llm:
+        measure_engine(llm.engine, 0.05)
+    assert not SaidTokens(pair_folders[0]).counts
 
 
 def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lawkit import SAMPLED, random_prompts, run, texts
 from safetensors.torch import save_file
 
 from sameseed.batch import Rows, build_batch
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
@@ -127,3 +128,17 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
             engine(tmp_path / wrong, folders[1])
     with pytest.raises(ConfigError, match="no assistant"):
         engine(folders[0], tmp_path / "other")
+    with pytest.raises(ConfigError, match="alone"):
+        build_engine(str(folders[0]), EngineConfig(spec=parse_draft(f"ngram > {folders[1]}")))
+
+
+def test_a_sequence_beyond_its_context_costs_the_others_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[1], tmp_path / "short")
+    raw = json.loads((tmp_path / "short" / "config.json").read_text())
+    raw["text_config"]["max_position_embeddings"] = 32
+    (tmp_path / "short" / "config.json").write_text(json.dumps(raw))
+    prompts, params = [[5] * 40, [6, 7, 8]], SamplingParams(max_tokens=20, ignore_eos=True)
+    drafting = engine(folders[0], tmp_path / "short")
+    far, near = run(drafting, prompts, params)
+    assert texts([far, near]) == texts(run(engine(folders[0], None), prompts, params, alone=True))
+    assert far.metrics.spec.num_drafts == 0 < near.metrics.spec.num_drafts

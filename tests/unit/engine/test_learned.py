@@ -88,6 +88,17 @@ def test_what_is_broken_is_measured_again(cache: Path, caplog: pytest.LogCapture
     assert measured and "broken" in caplog.text and policy.cost is not None and policy.cost.target.at(1) == 9.0
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, 1e300])
+def test_what_a_glitch_of_the_clock_wrote_is_measured_again(value: float, cache: Path) -> None:
+    """The file is whole and its digest right: the numbers themselves cannot be of an engine."""
+    kept(policy_that_knows())
+    found = store.read(KIND, "key")
+    assert found is not None
+    store.write(KIND, "key", found | {"target": np.full_like(found["target"], value)})
+    policy, measured = begun()
+    assert measured and policy.cost is not None and policy.cost.target.at(1) == 9.0
+
+
 def test_an_engine_begins_with_what_the_last_one_learned(pair_folders: tuple[Path, Path], cache: Path) -> None:
     target, draft = map(str, pair_folders)
     params = SamplingParams(max_tokens=2 * FIRST + 80, ignore_eos=True)

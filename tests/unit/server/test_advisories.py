@@ -68,7 +68,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
     await text.encode_chat(Render([{"role": "user", "content": "x" * INLINE}], [], {}))
     await text.spelt([[5] * (INLINE + 1)])
     beating.cancel()
-    assert len(threads) >= 3 and all(name.startswith("server") for name in threads) and beats > 3
+    assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
 
 
 async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> None:

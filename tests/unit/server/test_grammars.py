@@ -126,7 +126,7 @@ os.kill(os.getpid(), int(sys.argv[3]))
 )
 async def test_too_much_work_is_told_from_a_death(number: int, expected: bool | None, status: int) -> None:
     """A process that exceeds its own limit dies by a signal of its own; any other death may be the machine's fault."""
-    answer = frames.pack(frames.Result("")).hex()
+    answer = frames.pack(frames.HelperResult("")).hex()
     spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
     made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8, spawn)
     with pytest.raises((HelperDiedError, ApiError)) as caught:

@@ -20,12 +20,12 @@ from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Guard
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Result
+from sameseed.server.frames import HelperResult
 from sameseed.server.helper import Helper
 
 SETUP = frames.Setup(False, {}, 8, [])
 RENDER = frames.Template("[[], [], {}]")
-DONE = frames.pack(Result(""))
+DONE = frames.pack(HelperResult(""))
 
 
 async def refused(waiting: asyncio.Future[Any]) -> int:

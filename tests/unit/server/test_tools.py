@@ -24,7 +24,7 @@ from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 
 TYPES: dict[str, Any] = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
 TYPES |= {"at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "scale": {"type": ["number", "null"]}}
-SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}}
+SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}, "my-tool-2": {}}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
 LONG = json.dumps({"text": "</tool_call> {[" * 40})
@@ -101,6 +101,10 @@ CALLS: list[tuple[str, str, list[Any]]] = [
             Call("add", "{}"),
         ],
     ),
+    ("llama3", '[get(from="a", in="b")]', [Call("get", '{"from": "a", "in": "b"}')]),  # Python's own words
+    ("llama3", '[get(city="one\ntwo")]', [Call("get", '{"city": "one\\ntwo"}')]),
+    ("llama3", r'[get(city="C:\users \x4")]', [Call("get", r'{"city": "C:\\users \\x4"}')]),
+    ("llama3", "[my-tool-2(a=1)]", [Call("my-tool-2", '{"a": 1}')]),
     ("llama3", "<|python_start|>[add(a=(1, 2))]<|python_end|>", [Call("add", '{"a": [1, 2]}')]),
     ("mistral", f"[TOOL_CALLS] [{GET}, {ADD}]", [KOELN, PLUS]),
     (

@@ -51,6 +51,8 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed_lab.studies import _runner
     from sameseed_lab.studies._setup import StudySetup
 
+    if args.model and args.size == "true":
+        raise ConfigError("--model is measured as it is, not at a true shape; leave --size out")
     with progress(args.name) as bar:
         setup = StudySetup(
             "real" if args.model else args.size,
