@@ -14,7 +14,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.models.eagle_runner import HeadRunner, TreeLevel
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
@@ -89,7 +89,7 @@ def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int)
     logits, feature, _ = runner.extend([holder], [tokens[: base + 1].tolist()], [states[: base + 1]], True)
     found = [logits[0]]
     for step in range(1, STEPS):
-        level = Level(holder, [int(tokens[base + step])], [(1 << step) - 1], step - 1)
+        level = TreeLevel(holder, [int(tokens[base + step])], [(1 << step) - 1], step - 1)
         logits, feature = runner.expand([level], feature)
         found.append(logits[0])
     return found

@@ -20,7 +20,7 @@ from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
-from sameseed.models.eagle_runner import HeadRunner, Level
+from sameseed.models.eagle_runner import HeadRunner, TreeLevel
 from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, parse_head_config, read_head_config
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
@@ -101,10 +101,10 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
     logits, features, _ = runner.extend(holders, steps, [h[2:] for h in hidden], True)
     # Nodes 0, 1 and 2 follow the last row; 3 follows 1, 4 follows 2. The second sequence has only the first level.
     first, firsts = runner.expand(
-        [Level(h, t[n : n + 3].tolist(), [1, 2, 4], 0) for h, t, n in zip(holders, tokens, lengths)],
+        [TreeLevel(h, t[n : n + 3].tolist(), [1, 2, 4], 0) for h, t, n in zip(holders, tokens, lengths)],
         features[torch.tensor([0, 0, 0, 1, 1, 1])],
     )
-    second, _ = runner.expand([Level(holders[0], tokens[0][12:14].tolist(), [10, 20], 3)], firsts[1:3])
+    second, _ = runner.expand([TreeLevel(holders[0], tokens[0][12:14].tolist(), [10, 20], 3)], firsts[1:3])
 
     for b, n in enumerate(lengths):
         known = combine(config, w, hidden[b], target)
