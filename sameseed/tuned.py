@@ -113,8 +113,8 @@ class Chosen:
 class TunedFigure:
     """A number with its 80 % interval. `error`: if it was predicted, predicted over measured value, less 1.
 
-    `grade` says how it was found: "paper" (from bytes and datasheets), "profiled" (from measured costs), "anchored"
-    (from measured costs and real runs), or "measured".
+    `grade` says how it was found: "paper" (from bytes and datasheets), "profiled" (from measured costs), or
+    "measured".
     """
 
     value: float

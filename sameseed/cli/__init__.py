@@ -35,13 +35,12 @@ COMMANDS = {
     "estimate": "memory and speed of a model, plain and with drafts, before its weights are downloaded",
     "tune": "find the draft, formats and lengths that are fastest here, and write them to a file",
     "regret": "how far the choice of tune is behind the best setting of its whole grid",
-    "doctor": "why speculation does not pay: on a server of sameseed, vLLM, SGLang or llama.cpp, and what to set",
+    "doctor": "why speculation does not pay: on a server of sameseed, vLLM or llama.cpp, and what to set",
     "export": "a tuned profile as the command line of vLLM, SGLang or llama.cpp",
     "quantize": "store a model's weights in fewer bits, by a method, as a checkpoint",
     "train": "make a pair by a recipe, or a draft head (train head) or a draft (train draft) for any target",
     "study": "a published study by one command: its grid measured here, their figures beside ours",
     "twin": "a checkpoint of a real model's shape that computes a small model's function",
-    "twin-demo": "the demo at a real model's size, with a twin of the packaged pair",
     "vocabulary": "a list of frequent tokens, for drafts from these only",
     "info": "this machine, its backends, formats, drafters and the embedded models",
     "completion": "what makes bash or zsh complete commands and flags: source <(sameseed completion)",
@@ -49,7 +48,7 @@ COMMANDS = {
 }
 COMPANIONS = {  # commands, and the package that has each
     **dict.fromkeys(("train", "vocabulary"), "sameseed-train"),
-    **dict.fromkeys(("regret", "study", "twin", "twin-demo"), "sameseed-lab"),
+    **dict.fromkeys(("regret", "study", "twin"), "sameseed-lab"),
     "export": "sameseed-vllm",
     "verify-server": "sameseed-verify",
 }

@@ -1,4 +1,4 @@
-"""`sameseed doctor`: why does speculation not pay here? Reads a server's /metrics twice, or a saved file."""
+"""`sameseed doctor`: why does speculation not pay here? Watches a server's /metrics, or reads a saved page."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Say why speculation does not pay, and which flags to set, for sameseed, vLLM, SGLang or llama-server.
+    """Say why speculation does not pay, and which flags to set, for sameseed, vLLM or llama-server.
 
     It only reads metrics: keep the server under its usual load meanwhile. The tokens that a round needs to pay follow
     from --cost, or from --plain-tokens-per-s; without both they are a bound, if the server reports the models' times.
     """
 
-    source: Annotated[str, Positional]  # a server's URL, or a file: its /metrics, a bench record, llama's answer
+    source: Annotated[str, Positional]  # a server's URL, or a file with its /metrics
     seconds: float = 10.0  # seconds from the first reading of a server's metrics to the last
     plain_tokens_per_s: Annotated[float | None, option("X")] = None  # of plain decoding, all clients together, if known
     cost: Annotated[Path | None, option("FILE")] = None  # file of `sameseed profile --json`, or of `sameseed tune`

@@ -28,8 +28,8 @@ Many = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT", help_beha
 class EstimateArgs:
     """Estimate memory, speed and the gain from drafts, within seconds, from config.json alone: nothing is downloaded.
 
-    Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits), profiled
-    (--cost) or anchored (--run). Unless --acceptance gives them, acceptance rates are assumed: 0.5 to 0.8 per token
+    Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits) or profiled
+    (--cost). Unless --acceptance gives them, acceptance rates are assumed: 0.5 to 0.8 per token
     that a model guesses, 0.1 to 0.6 per token that is found in the text.
     """
 
@@ -49,7 +49,6 @@ class EstimateArgs:
     prompt_tokens: Annotated[int | None, option("N")] = None  # for the time to first token; unset: 512, or the context
     batch: str = "1,8"  # sequences at once, comma-separated
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
-    run: Annotated[bool, option()] = False  # load the model here and run a few rounds of each draft: grade "anchored"
     json: Annotated[bool, option()] = False  # one JSON object instead of tables
 
 
@@ -86,7 +85,7 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
 
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
-    names = ("kv_format", "draft_format", "acceptance", "context", "prompt_tokens", "run", "threads")
+    names = ("kv_format", "draft_format", "acceptance", "context", "prompt_tokens")
     asked = Question(
         args.model or (args.shape or "").lower(),
         args.format,
@@ -95,8 +94,6 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
         available=None if args.memory is None else read_bytes(args.memory),
         **{name: getattr(args, name) for name in names},
     )
-    if args.run and (args.cost is not None or args.machine_read is not None or args.machine_ops is not None):
-        raise ConfigError("--run tries the model here: leave out --cost, --machine-read and --machine-ops")
     if args.cost is None:
         if args.engine != "sameseed":
             raise ConfigError(f"--engine {args.engine} needs its costs: --cost FILE (see docs/guides/plan.md)")

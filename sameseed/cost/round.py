@@ -83,8 +83,8 @@ class RoundCost:
     """Seconds of the parts of a round. `levels`: proposals, the lowest level first; the last one serves all above it.
 
     `prompts`: seconds of the passes over a prompt of so many tokens; None: as other passes. `grade`: "paper" (bytes and
-    operations), "profiled" (measured passes), "anchored" (and real rounds) or "measured". `spread`: how far passes are
-    off, as the standard deviation of the logarithm of their seconds.
+    operations), "profiled" (measured passes) or "measured". `spread`: how far passes are off, as the standard deviation
+    of the logarithm of their seconds.
     """
 
     passes: Passes

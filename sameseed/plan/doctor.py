@@ -78,7 +78,7 @@ def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_
         rows = sorted((int(m), 1e3 * s) for m, s in counted.pass_costs.items())
         gap = 1e3 * (state.overhead_s or 0.0)
         costs = PassCosts(tuple(m for m, _ in rows), tuple(s for _, s in rows), gap_ms=gap)
-    pricing = Pricing(state, costs, plain_tokens_per_s or counted.plain_tokens_per_s)
+    pricing = Pricing(state, costs, plain_tokens_per_s)
     found = tuple(faults.find(state, pricing))
     known: dict[str, Any] = {}
     if pricing.source is not None:

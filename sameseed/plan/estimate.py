@@ -1,8 +1,7 @@
 """Estimate: memory and speed of a model, plain and with drafts, before any weight is loaded.
 
-Every figure has an 80 % interval and a grade: "paper" (config.json and the machine's limits), "profiled" (measured
-costs) or "anchored" (a few real rounds). Acceptance chances come from a file or are assumed, which the output then
-says.
+Every figure has an 80 % interval and a grade: "paper" (config.json and the machine's limits) or "profiled" (measured
+costs). Acceptance chances come from a file or are assumed, which the output then says.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import load_tokenizer
-from sameseed.plan.anchor import anchor
 from sameseed.plan.engines import UNSTATED, EngineCosts
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
@@ -59,8 +57,7 @@ CONTEXT, PROMPT = 1024, 512  # tokens of a text and of its prompt, where none ar
 class Question:
     """What to estimate. `formats` empty: the usual ones; `available`: bytes of memory, None for this machine's.
 
-    `acceptance`: for each draft what `read_acceptance` takes; a single entry serves all. `run`: load the model and
-    measure it, with `threads` threads.
+    `acceptance`: for each draft what `read_acceptance` takes; a single entry serves all.
     """
 
     model: str
@@ -73,8 +70,6 @@ class Question:
     prompt_tokens: int | None = None
     batches: tuple[int, ...] = (1, 8)
     available: int | None = None
-    run: bool = False
-    threads: int | None = None
 
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1 or max(self.batches) > 4096:
@@ -154,9 +149,6 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue
         cost = target.cost(limits) if profile is None else _profiled(profile, target)
-        if asked.run:
-            settings = {"format": target.asked, "kv_format": asked.kv_format, "threads": asked.threads}
-            cost, drafts = anchor(asked.model, drafts, asked.draft_format, prompt, cost, most, **settings)
         own = {"format": target.name, "kv_format": target.kv_format, "memory": needs, "loss": target.loss}
         table = max(TABLE, asked.sizes[-1])
         found.append(_estimate(asked, cost, drafts, context, prompt, table, ttft_s=prompt_figure(cost, prompt), **own))

@@ -22,7 +22,6 @@ REPEATED = 0.7  # share of prompt tokens found in the prefix cache
 PLAIN = {
     "sameseed": ("--draft none",),
     "vllm": ("leave --speculative-config out",),
-    "sglang": ("leave --speculative-algorithm out",),
     "llama.cpp": ("--spec-type none",),
 }
 NO_DRAFT_WHY = {
@@ -55,7 +54,6 @@ def length_flags(engine: str, k: int) -> tuple[str, ...]:
     return {
         "sameseed": (f"--k {k}", "or --policy goodput, which decides by itself"),
         "vllm": (f"--speculative-config '{{..., \"num_speculative_tokens\": {k}}}'",),
-        "sglang": (f"--speculative-num-steps {k} --speculative-num-draft-tokens {k + 1}",),
         "llama.cpp": (f"--spec-draft-n-max {k}",),
     }[engine]
 
@@ -65,7 +63,7 @@ def table_flags(engine: str, table: Seq[tuple[int, int]]) -> tuple[str, ...]:
     if engine == "sameseed":
         return ("--policy goodput",)
     if engine != "vllm":
-        return (f"--max-running-requests {table[-1][0] - 1}",) if engine == "sglang" else (f"-np {table[-1][0] - 1}",)
+        return (f"-np {table[-1][0] - 1}",)
     rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (4097, 0)])]
     return (f"--speculative-config '{{..., \"num_speculative_tokens_per_batch_size\": {rows}}}'",)
 
@@ -76,7 +74,7 @@ def undrafted(counted: Counted) -> Fault:
     if reasons:
         name, says, flag = NO_DRAFT_WHY[max(reasons, key=reasons.__getitem__)]
         return Fault(name, f"nothing was drafted: {says}", (flag,) if flag else ())
-    if counted.drafts is None and counted.accept_length is None:
+    if counted.drafts is None:
         return Fault("no drafter", "this server counts no drafts: it runs without speculation", (START[engine],))
     if engine == "llama.cpp":  # its counter is 0 in both cases
         says = "nothing was drafted: this server runs without a draft, or its n-gram drafter found nothing"
@@ -119,11 +117,6 @@ def _guesses(state: State) -> Iterator[Fault]:
         )
         own = {"vllm": '"max_model_len" of --speculative-config', "sameseed": "--draft 'ngram' for long texts"}
         yield Fault("draft context", says, (own.get(engine, "a draft whose context is the target's"),))
-    elif first < WEAK and (state.counted.temperature or 0.0) >= 1.0:
-        says = f"{first:.0%} of first drafts are right at temperature {state.counted.temperature:g}: sampling this flat"
-        yield Fault(
-            "sampling", says + " leaves drafts few chances; so do penalties and grammars", ("--temperature 0.8",)
-        )
     elif first < WEAK:
         says = (
             f"only {first:.0%} of first draft tokens are right: a head in too few bits, texts unlike its training, "

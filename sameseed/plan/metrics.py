@@ -1,12 +1,11 @@
-"""An engine's counters under common names: /metrics of sameseed, vLLM, SGLang and llama-server, records, timings."""
+"""An engine's counters under common names: /metrics of sameseed, vLLM and llama-server, read or saved."""
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,18 @@ from sameseed.errors import ConfigError
 START = {
     "sameseed": "sameseed serve --draft MODEL",
     "vllm": "vllm serve MODEL --speculative-config '{...}'",
-    "sglang": "--speculative-algorithm ... --enable-metrics",
     "llama.cpp": "llama-server -md DRAFT.gguf --metrics",
 }
 # Names of counters after the engine's prefix, without Prometheus' _total.
 COUNTERS = {
-    "drafts": ("spec_decode_num_drafts", "spec_verify_calls"),
+    "drafts": ("spec_decode_num_drafts",),
     "draft_tokens": ("spec_decode_num_draft_tokens",),
     "accepted": ("spec_decode_num_accepted_tokens",),
     "tokens": ("generation_tokens", "tokens_predicted"),
     "prompt_tokens": ("prompt_tokens",),
     "decode_seconds": ("tokens_predicted_seconds",),
-    "requests": ("request_success", "num_requests"),
-    "preemptions": ("num_preemptions", "num_retracted_reqs"),
+    "requests": ("request_success",),
+    "preemptions": ("num_preemptions",),
     "prefix_queries": ("prefix_cache_queries",),
     "prefix_hits": ("prefix_cache_hits",),
     "passes": ("iteration_tokens_total_count", "n_decode"),
@@ -36,11 +34,9 @@ COUNTERS = {
     "gaps": ("inter_token_latency_seconds_count", "time_per_output_token_seconds_count"),
 }
 GAUGES = {
-    "running": ("num_requests_running", "num_running_reqs", "requests_processing"),
-    "waiting": ("num_requests_waiting", "num_queue_reqs", "requests_deferred"),
-    "cache_usage": ("kv_cache_usage_perc", "token_usage"),
-    "accept_length": ("spec_accept_length",),
-    "width": ("spec_num_draft_tokens",),  # SGLang's; it counts the last known token too
+    "running": ("num_requests_running", "requests_processing"),
+    "waiting": ("num_requests_waiting", "requests_deferred"),
+    "cache_usage": ("kv_cache_usage_perc",),
 }
 LABELLED = {
     "accepted_per_pos": ("spec_decode_num_accepted_tokens_per_pos", "position"),
@@ -55,8 +51,7 @@ LABELLED = {
 class Counted:
     """Counters at one moment, or their increase between two; gauges are means. None: the engine does not say.
 
-    Times are in seconds. `drafts` counts rounds with a draft, once for each sequence; `accept_length` counts the bonus
-    token.
+    Times are in seconds. `drafts` counts rounds with a draft, once for each sequence.
     """
 
     engine: str
@@ -76,16 +71,12 @@ class Counted:
     running: float | None = None
     waiting: float | None = None
     cache_usage: float | None = None
-    accept_length: float | None = None
-    width: float | None = None
     accepted_per_pos: Mapping[str, float] = field(default_factory=dict)
     undrafted: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, float] = field(default_factory=dict)
     pass_costs: Mapping[str, float] = field(default_factory=dict)  # current values, not an increase
     gap_buckets: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None  # between the two moments
-    plain_tokens_per_s: float | None = None  # a record's own
-    temperature: float | None = None  # a record's own
 
     def since(self, before: Counted, seconds: float) -> Counted:
         """The increase since `before`; a counter that fell, because the server restarted, counts from 0."""
@@ -128,8 +119,8 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
     engine = _engine(prefixes, sums)
     if engine is None:
         raise ConfigError(
-            f"{where} have no counters of an engine that is known (vllm:, sameseed:, sglang:, llamacpp:); metrics must "
-            "be on: --enable-metrics of SGLang, --metrics of llama-server"
+            f"{where} have no counters of an engine that is known (vllm:, sameseed:, llamacpp:); metrics must be on: "
+            "--metrics of llama-server"
         )
     found = {key: next((sums[n] for n in names if n in sums), None) for key, names in {**COUNTERS, **GAUGES}.items()}
     return Counted(engine, **found, **labelled)  # type: ignore[arg-type]  # the names are the fields'
@@ -145,7 +136,7 @@ def _engine(prefixes: set[str], sums: Mapping[str, float]) -> str | None:
     return next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
 
 
-PREFIXES = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+PREFIXES = {"vllm": "vllm", "llamacpp": "llama.cpp"}
 
 
 def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
@@ -158,7 +149,7 @@ def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
             return str(answer.read().decode("utf-8", "replace"))
     except urllib.error.HTTPError as error:
         remedy = "give its key with --api-key-file" if error.code in (401, 403) else "turn metrics on"
-        hint = "" if error.code in (401, 403) else ": --enable-metrics of SGLang, --metrics of llama-server"
+        hint = "" if error.code in (401, 403) else ": --metrics of llama-server"
         raise ConfigError(f"{page} answered {error.code} ({error.reason}); {remedy}{hint}") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
@@ -189,71 +180,12 @@ def watch(
 
 
 def read_file(path: Path) -> Counted:
-    """Counters from a saved page of metrics, a record of `sameseed bench`, or llama-server's answer.
-
-    A page counts since the server's start. Raises ConfigError.
-    """
+    """Counters from a saved page of metrics, which count since the server's start. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} ({error}); give a server's address or a saved file") from None
-    if not text.lstrip().startswith(("{", "[")):
-        found = read_text(text, str(path))
-        if not found.tokens and not found.drafts:
-            raise ConfigError(f"{path}: this server had written no token yet; save its /metrics after some load")
-        return found
-    try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
-        try:
-            rows = [json.loads(text)]
-        except ValueError as error:
-            raise ConfigError(f"{path} is neither metrics nor JSON ({error})") from None
-    found_rows = [made for row in _flat(rows) if (made := _of_json(row)) is not None]
-    if not found_rows:
-        raise ConfigError(
-            f"{path} holds no record with drafts; give one of `sameseed bench --out`, or an answer of llama-server "
-            "with timings"
-        )
-    return found_rows[-1]
-
-
-def _flat(rows: Seq[Any]) -> list[Any]:
-    return [r for row in rows for r in (row if isinstance(row, list) else [row])]
-
-
-def _of_json(row: Any) -> Counted | None:
-    """Counters of a bench record with a draft, or of llama-server's timings; None for anything else."""
-    if not isinstance(row, dict):
-        return None
-    if str(row.get("schema", "")).startswith("sameseed.bench/") and row.get("num_drafts"):
-        steps = row["repetitions"][0]["num_steps"]
-        per_pos = {str(i): float(n) for i, n in enumerate(row["accepted_per_pos"])}
-        return Counted(
-            "sameseed",
-            drafts=row["num_drafts"],
-            draft_tokens=row["num_draft_tokens"],
-            accepted=row["num_accepted_tokens"],
-            tokens=row["repetitions"][0]["num_tokens"],
-            passes=steps,
-            running=float(row["config"]["batch_size"]),
-            accepted_per_pos=per_pos,
-            stages=dict(row["time_split"]),
-            plain_tokens_per_s=row["tokens_per_s"] / row["speedup"],
-            temperature=row["config"].get("temperature"),
-        )
-    timings = row.get("timings")
-    if isinstance(timings, dict) and "draft_n" in timings:
-        tokens, accepted = float(timings["predicted_n"]), float(timings["draft_n_accepted"])
-        seconds = float(timings["predicted_ms"]) / 1e3
-        rounds = max(1.0, tokens - accepted)  # each round writes its accepted tokens and one more
-        return Counted(
-            "llama.cpp",
-            drafts=rounds,
-            draft_tokens=float(timings["draft_n"]),
-            accepted=accepted,
-            tokens=tokens,
-            decode_seconds=seconds,
-            running=1.0,
-        )
-    return None
+        raise ConfigError(f"cannot read {path} ({error}); give a server's address or a saved /metrics page") from None
+    found = read_text(text, str(path))
+    if not found.tokens and not found.drafts:
+        raise ConfigError(f"{path}: this server had written no token yet; save its /metrics after some load")
+    return found

@@ -68,7 +68,6 @@ class Sheet:
     row: int
     peak: str
     loss: str = ""
-    asked: str = "auto"  # the weight format as --format takes it: a file's own formats may differ from matrix to matrix
 
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
         """The least that a pass must do: `new_tokens` for each of `batch` sequences after `context` cached ones.
@@ -208,7 +207,7 @@ def _sheet(
     name = quant.format_for(dtype) if name == "auto" else name
     loss = _losses.likely(asked) if rounds(config, source, asked) else ""
     read = read_bytes(config, source, quant)
-    return Sheet(config, name, kv, size, read, block_bytes(config, kv, 1), _peak(chosen, dtype), loss, str(asked))
+    return Sheet(config, name, kv, size, read, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:

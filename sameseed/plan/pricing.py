@@ -69,14 +69,12 @@ class State:
 
 def state_of(counted: Counted) -> State | None:
     """The mean round by an engine's counters; None where nothing was drafted."""
-    length, k, drafts = counted.accept_length, max(0.0, (counted.width or 1.0) - 1.0), counted.drafts or 0.0
-    if drafts and counted.draft_tokens:
-        k = counted.draft_tokens / drafts
-        length = 1.0 + (counted.accepted or 0.0) / drafts
-    if not k or length is None:
+    drafts = counted.drafts or 0.0
+    if not drafts or not counted.draft_tokens:
         return None
+    k, length = counted.draft_tokens / drafts, 1.0 + (counted.accepted or 0.0) / drafts
     places = sorted(((int(p), n) for p, n in counted.accepted_per_pos.items()))
-    survival = tuple(n / drafts for _, n in places) if places and drafts else _geometric(length, round(k))
+    survival = tuple(n / drafts for _, n in places) if places else _geometric(length, round(k))
     survival += (0.0,) * (round(k) - len(survival))  # places at which no token was accepted
     total = sum(counted.undrafted.values()) + drafts
     passes = counted.passes
@@ -88,7 +86,7 @@ def state_of(counted: Counted) -> State | None:
         draft, target = parts.get("draft", 0.0), parts.get("target", 0.0)
         rest = whole / passes - draft - target
         return replace(made, round_s=whole / passes, draft_s=draft, target_s=target, overhead_s=rest)
-    if counted.gaps and counted.gap_seconds and counted.engine != "sglang":  # SGLang's is of a token, not of a round
+    if counted.gaps and counted.gap_seconds:
         return replace(made, round_s=counted.gap_seconds / counted.gaps)
     if counted.decode_seconds and counted.tokens:
         return replace(made, round_s=length * counted.decode_seconds / counted.tokens)

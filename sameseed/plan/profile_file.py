@@ -22,7 +22,7 @@ WORDS = {
     "chosen.by_batch": "Draft tokens for each sequence, by sequences at once; 0 is plain decoding. For engines that "
     "want such a table; sameseed's own policy goodput decides by itself.",
     "predicted": "What costs and acceptance promised, with 80 % intervals. error: predicted over measured, "
-    "less 1. grade: paper (bytes alone), profiled (measured costs), anchored (and a few real runs).",
+    "less 1. grade: paper (bytes alone) or profiled (measured costs).",
     "measured": "What real runs gave, in turns with plain decoding, with 80 % intervals.",
     "quality": "Perplexity of the chosen formats over that of the checkpoint's own weights, with a 95 % interval.",
     "cost": "Milliseconds of the target's passes by rows (new tokens), of a draft step by sequences, and between them.",

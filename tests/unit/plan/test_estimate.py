@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from sameseed import cli, ops
-from sameseed.cost.curve import Curve
 from sameseed.cost.round import ModelSteps
-from sameseed.cost.running import EngineCost
 from sameseed.cost.tables import ENGINE_SCHEMA
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.models.loader import load_model, resolve_model
-from sameseed.plan import anchor, paper
+from sameseed.plan import paper
 from sameseed.plan.engines import read_costs
 from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
 from sameseed.plan.outlook import AcceptChances, DraftPlan, read_acceptance, speeds
@@ -287,33 +285,6 @@ def test_profiled_costs_are_used_as_they_are() -> None:
         estimate(Question("llama-3.2-1b", kv_format="int8", context=256), record)
 
 
-def test_a_few_real_rounds_anchor_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchor, "PASSES", 1)
-    monkeypatch.setattr(anchor, "LEAST", 0.3)
-    monkeypatch.setattr(anchor, "TURNS", 2)
-    assert LIMITS is not None
-    asked = Question("embedded", ("w8a8",), drafts=("embedded-head", "suffix"), batches=(1, 2), run=True)
-    found = estimate(asked, LIMITS)[0]
-    assert found.ttft_s is not None
-    figures = [found.ttft_s, *(f for s in found.speeds for f in (s.tokens_per_s, s.speedup))]
-    assert all(0 < f.low <= f.value <= f.high for f in figures)
-    assert all(s.tokens_per_s.grade == "anchored" for s in found.speeds if s.draft == "none")
-    with pytest.raises(ConfigError, match="profile --shape"):
-        estimate(Question("smollm2-135m", ("w8a8",), run=True), LIMITS)
-
-
-def test_anchored_costs_are_medians_of_turns() -> None:
-    def turn(scale: float) -> EngineCost:
-        cost = EngineCost(Curve([(1, 0.01 * scale), (8, 0.02 * scale)]))
-        cost.draft.coefficients[:3] = 0.001, 0.0, 0.002 * scale
-        return cost
-
-    cost = anchor.middle([turn(s) for s in (1.3, 1.0, 1.1)], [0.5, 0.4, 0.9], 100)
-    assert cost.target(8, 2) == pytest.approx(0.022) and cost.prompt(200) == pytest.approx(1.0)
-    assert 0.1 < cost.spread < 0.3 and cost.grade == "anchored"
-    assert cost.draft(1, 1, 0, 1.0) == pytest.approx(0.0032)
-
-
 def test_costs_of_another_engine_give_its_table(tmp_path: Path) -> None:
     file = tmp_path / "vllm.json"
     file.write_text(json.dumps(COSTS))
@@ -394,7 +365,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([], "either a model or a shape"),
         (["--shape", "llama-3.2"], "no shape"),
         (["m", "--engine", "vllm"], "--cost"),
-        (["m", "--run", "--machine-read", "1"], "leave out"),
         (["m", "--cost", str(file), "--machine-read", "1"], "leave out"),
     ):
         assert cli.main(["estimate", *wrong]) == cli.EXIT_USAGE

@@ -48,7 +48,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import weights_progress
     from sameseed.models.head_config import is_head
     from sameseed.models.loader import resolve_model
-    from sameseed_lab.twin import find_shape, kind_of, make_head_twin, make_twin
+    from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
     devices.check(args.device)
     of_head = is_head(resolve_model(args.of))
@@ -62,7 +62,7 @@ def run(argv: Seq[str], prog: str) -> int:
             twin = made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
             head = made.head.config
             facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
-            what = f"{kind_of(head)} with {head.draft_vocab_size} tokens for the twin of {args.target}"
+            what = f"an EAGLE-3 head with {head.draft_vocab_size} tokens for the twin of {args.target}"
             does = f"drafts what {args.of} drafts"
         else:
             twin = make_twin(shape, args.of, args.out, **shared)

@@ -1,4 +1,4 @@
-"""Twins: Llamas with a real model's shape that compute a small model's function, as checkpoints or in memory."""
+"""Twins: Llamas with a real model's shape that compute a small model's function."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from sameseed import devices
 from sameseed.measure.shapes import NAMES, get_shape
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
-from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
 from sameseed.models.save import SHARD, copy_files, new_folder, source_config
 from sameseed.models.stream import check_room, num_bytes, stream_weights
 from sameseed.models.weights import Progress
-from sameseed_lab.twin.block import BlockTwinSource
 from sameseed_lab.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from sameseed_lab.twin.layout import TwinLayout, make_layout
 from sameseed_lab.twin.source import TwinSource
@@ -96,15 +94,14 @@ def make_head_twin(
 ) -> HeadTwin:
     """Write a draft head for the twin of `target` in `shape`. It drafts the same tokens as head `of` for `target`.
 
-    `of`: an EAGLE-3 or a block head. `num_tokens`: size of the draft vocabulary (None: 32000 if possible, or the whole
-    vocabulary for a block head that has its target's). Raises what `make_twin` raises.
+    `of`: an EAGLE-3 head. `num_tokens`: size of the draft vocabulary (None: 32000 if possible). Raises what `make_twin`
+    raises.
     """
     with open_head_twin(shape, of, target, name, num_tokens, seed, device) as source:
         head = source.head
         about = {"of": of, "target": target, "shape": name, "seed": seed}
         about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
-        about |= {"markov_rank": head.markov_rank} if head.markov_rank else {}
-        texts = head.raw, about, _head_card(of, target, name, kind_of(head.config))
+        texts = head.raw, about, _head_card(of, target, name)
         size = _write(source, resolve_model(of), out, texts, overwrite, progress, SHARD)
     return HeadTwin(Path(os.path.abspath(out)), head, size)
 
@@ -140,13 +137,7 @@ def open_head_twin(
     with open_twin(shape, target, name, seed, device) as theirs, open_head(folder) as (config, own, shapes, at):
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
-        source = BlockTwinSource if isinstance(config, BlockConfig) else HeadTwinSource
-        yield source(head, own, theirs.small, shapes, at, seed, device)
-
-
-def kind_of(config: HeadConfig) -> str:
-    """The kind of a head, as texts name it: "an EAGLE-3 head", or a block head and its number of layers."""
-    return f"a block head of {config.layer.num_layers} layers" if isinstance(config, BlockConfig) else "an EAGLE-3 head"
+        yield HeadTwinSource(head, own, theirs.small, shapes, at, seed, device)
 
 
 def _write(
@@ -170,11 +161,11 @@ def _write(
     return size
 
 
-def _head_card(of: str, target: str, name: str, kind: str) -> str:
+def _head_card(of: str, target: str, name: str) -> str:
     return f"""# {of} for a target in the shape of {name}
 
-Written by `sameseed twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of
-{kind} for such a target; what is not the small head's is random or zero and without effect. It is for measuring
+Written by `sameseed twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of an
+EAGLE-3 head for such a target; what is not the small head's is random or zero and without effect. It is for measuring
 speed, and of no use for any other target.
 
 Where the small head lies in it, `{RECORD}` says.

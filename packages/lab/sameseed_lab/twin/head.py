@@ -2,7 +2,7 @@
 
 The hidden states captured from the twin are those of the small target: live dimensions, a constant, and zeros. The
 rules are those of `layout.py`. fc copies the constant into the head's residual stream, so that the head's padding
-tokens get low logits too. Layouts are of EAGLE-3 and block heads; the source here is of EAGLE-3 heads.
+tokens get low logits too.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.head_config import BlockConfig, HeadConfig, expected_tensors
+from sameseed.models.head_config import HeadConfig, expected_tensors
 from sameseed.models.weights import TensorSource
 from sameseed_lab.twin.layout import PENALTY, TwinLayout, make_layout
 from sameseed_lab.twin.source import NONE, QUIET, Image, TwinSource
 
 DRAFT_VOCAB = 32000  # draft vocabulary of published heads for targets with a large vocabulary
-MARKOV_RANK = 256  # usual rank of a Markov head
 NAMES = "midlayer"
 
 
@@ -34,18 +33,10 @@ class HeadLayout:
     config: HeadConfig
     target_ids: Tensor
     num_live: int  # draft tokens of the small head; they come first
-    markov_rank: int = 0  # of the small head
-
-    @property
-    def whole(self) -> bool:
-        """Whether the draft tokens are the target's, under the same ids."""
-        return torch.equal(self.target_ids, torch.arange(self.config.layer.vocab_size))
 
     @property
     def raw(self) -> dict[str, Any]:
         """config.json without the dtype."""
-        if isinstance(self.config, BlockConfig):
-            return {**self.config.settings(), "transformer_layer_config": self.layout.raw}
         layers = {"eagle_aux_hidden_state_layer_ids": list(self.config.aux_layers or ()), "use_aux_hidden_state": True}
         own = {"draft_vocab_size": self.config.draft_vocab_size, "eagle_config": layers}
         return {**self.layout.raw, "architectures": ["LlamaForCausalLMEagle3"], **own}
@@ -62,8 +53,8 @@ def make_head_layout(
     """The layout of a head's twin for its target's twin. `raw`: the head's config.json.
 
     `target_ids` [Vd]: target token id of each draft token of the head; None: the same ids. `num_tokens`: draft
-    vocabulary of the twin; None: DRAFT_VOCAB, if the vocabulary can be padded, but the whole vocabulary for a block
-    head that has the small one's. Raises ConfigError for a kind of head, or dimensions, for which no exact twin exists.
+    vocabulary of the twin; None: DRAFT_VOCAB, if it can be padded. Raises ConfigError for a kind of head, or for
+    dimensions, for which no exact twin exists.
     """
     head.check_target(target.small)
     _check_kind(head)
@@ -77,10 +68,7 @@ def make_head_layout(
             f"{target.small.head_dim} and {target.small.rms_eps:g}; a twin needs them to be the same"
         )
     live = torch.arange(head.draft_vocab_size) if target_ids is None else target_ids.long()
-    if isinstance(head, BlockConfig) and target_ids is None and num_tokens is None:
-        num_tokens = target.config.vocab_size
     ids = _draft_ids(live, target.config.vocab_size, layout.constant is not None, num_tokens)
-    rank = head.markov_rank if isinstance(head, BlockConfig) else 0
     config = replace(
         head,
         layer=layout.config,
@@ -88,26 +76,21 @@ def make_head_layout(
         target_hidden_size=target.config.hidden_size,
         aux_layers=tuple(target.layers[i] + 1 for i in head.captures(target.small.num_layers)),
     )
-    if isinstance(config, BlockConfig) and rank:
-        config = replace(config, markov_rank=max(rank, MARKOV_RANK))
-    return HeadLayout(layout, target, config, ids, len(live), rank)
+    return HeadLayout(layout, target, config, ids, len(live))
 
 
 def _check_kind(head: HeadConfig) -> None:
     """Raise ConfigError for a head that no twin can equal."""
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     odd = [f"with {flag}" for flag in flags if getattr(head, flag)]
-    if head.kind not in ("eagle3", "block"):
+    if head.kind != "eagle3":
         odd.insert(0, f"of kind {head.kind!r}")
     if head.layer.qk_norm:
         odd.append("with norms of queries and keys")
     if head.layer.hidden_size != head.target_hidden_size:
         odd.append("of another width than its target")
     if odd:
-        raise ConfigError(
-            f"no twin is made of a head {odd[0]}; take a plain EAGLE-3 head, or a block head with Llama layers, of the "
-            "target's width"
-        )
+        raise ConfigError(f"no twin is made of a head {odd[0]}; take a plain EAGLE-3 head of the target's width")
 
 
 def _draft_ids(live: Tensor, vocab_size: int, padded: bool, num_tokens: int | None) -> Tensor:
@@ -141,10 +124,6 @@ class HeadTwinSource(TwinSource):
         own = expected_tensors(head.config, NAMES)
         if "embed_tokens.weight" not in shapes:
             del own["embed_tokens.weight"]  # the twin also shares its target's embedding
-        if isinstance(head.config, BlockConfig) and head.whole:
-            del own["d2t"]
-            if "lm_head.weight" not in shapes:
-                del own["lm_head.weight"]
         super().__init__(head.layout, small, seed, device, own, f"{at}.self_attn.o_proj.weight")
         self.head = head
         self._target = target
