@@ -10,7 +10,7 @@ import torch
 from fixtures_models import BASE, LLAMA3_ROPE, VARIANTS
 
 from sameseed.errors import ConfigError, ModelLoadError, SameseedError
-from sameseed.models.config import ModelConfig, RopeConfig, llama_only, parse_config
+from sameseed.models.config import RopeConfig, llama_only, parse_config
 from sameseed.models.layers import inverse_frequencies, rope_table
 from sameseed.models.loader import read_config
 
@@ -27,32 +27,6 @@ def refused(raw: dict[str, object], *words: str) -> None:
     assert isinstance(caught.value, SameseedError)
     for word in ("somewhere/config.json", *words):
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
-
-
-def test_defaults_are_those_of_hugging_face():
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    config = parse_config({"architectures": ["LlamaForCausalLM"], **{k: BASE[k] for k in needed}})
-    assert config == ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=72,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=12,
-        max_model_len=2048,
-        rms_eps=1e-6,
-        rope=RopeConfig(original_max_len=2048),
-        tied_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=(None, None, None),
-        eos_token_ids=(),
-        bos_token_id=None,
-    )
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(7, (7,)), ([7, 8], (7, 8)), (None, ()), ([], ()), (0, (0,))], ids=repr)
@@ -84,11 +58,9 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
         ("LlamaForCausalLM", {"sliding_window": 8}, (None, None, None)),
         ("MistralForCausalLM", {"sliding_window": 8}, (8, 8, 8)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
-        ("MistralForCausalLM", {}, (4096, 4096, 4096)),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2}, (None, None, 4096)),
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
-        ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
         (
             "Qwen3ForCausalLM",
@@ -135,8 +107,6 @@ REFUSED = [
         ({"rope_parameters": {**LLAMA3_ROPE, name: value}}, name)
         for name, value in (
             ("factor", 0),
-            ("factor", "8"),
-            ("factor", None),
             ("low_freq_factor", -1),
             ("high_freq_factor", math.nan),
             ("high_freq_factor", 1.0),  # equal to low_freq_factor: the band between them would divide by zero
@@ -177,9 +147,6 @@ def test_settings_that_cannot_be_read_are_refused(changes, word):
         (None, "missing"),
         ("{", "JSON"),
         ("[1]", "object"),
-        ("null", "object"),
-        (b"\xff\xfe\x00", "JSON"),
-        ("", "JSON"),
         ("[" * 100_000, "JSON"),
     ],
     ids=lambda t: repr(t)[:20],

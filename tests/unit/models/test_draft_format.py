@@ -47,10 +47,6 @@ def test_beside_a_target_in_16_bits_it_stays_as_it_is_on_a_gpu():
     assert [str(m.quant) for m in models_of(level, TARGET, QuantScheme.parse("bf16"), "cuda")] == ["auto"]
 
 
-def test_what_is_named_wins():
-    assert formats("embedded-draft", "w4a8", draft_format="bf16") == ["bf16"]
-
-
 def test_each_level_follows_the_one_that_it_drafts_for():
     assert formats("embedded-draft", "w4a8") == ["w4a8"]
     assert formats("suffix > embedded-draft", "w8a8") == ["w8a8"]

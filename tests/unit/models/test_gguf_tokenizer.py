@@ -16,7 +16,6 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.config import parse_config
 from sameseed.models.gguf.tokenizer import PRE, SPACE
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config
-from sameseed.tokenizer import Tokenizer
 
 RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
 
@@ -112,22 +111,6 @@ def test_a_text_begins_with_bos_where_the_file_or_its_family_says_so(pre, said, 
     keys = bpe_keys(source, pre, {"<s>": 3}, bos_token_id=source.get_vocab_size(), **more)
     ids = load_tokenizer(write(tmp_path, keys)).encode("a")
     assert (ids[0] == source.get_vocab_size()) == begins
-
-
-def test_a_rebuilt_tokenizer_can_be_written_as_files(tmp_path):
-    source = trained(LLAMA3)
-    special = {"<s>": 3, "</s>": 3}
-    size = source.get_vocab_size()
-    keys = bpe_keys(
-        source, "llama-bpe", special, bos_token_id=size, eos_token_id=size + 1, chat_template="{{ bos_token }}x"
-    )
-    tokenizer = load_tokenizer(write(tmp_path, keys))
-    for name, text in tokenizer.as_files().items():
-        (tmp_path / name).write_text(text)
-    again = Tokenizer.from_folder(tmp_path)
-    messages = [{"role": "user", "content": "hi"}]
-    assert [again.encode(t) for t in TEXTS] == [tokenizer.encode(t) for t in TEXTS]
-    assert again.special == tokenizer.special and again.render_chat(messages) == tokenizer.render_chat(messages)
 
 
 # --- sentencepiece ---

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +32,7 @@ from sameseed.models.config import parse_config
 from sameseed.models.layouts.base import say_once
 from sameseed.models.loader import read_config, resolve_model, target_scheme
 from sameseed.models.safetensors_file import SafetensorsFile
-from sameseed.models.weights import expected_shapes, read_weights, weight_bytes
+from sameseed.models.weights import read_weights, weight_bytes
 from sameseed.quantize._plan import QuantizePlan
 from sameseed.quantize._run import quantize
 from sameseed.scheme import QuantScheme
@@ -136,48 +134,6 @@ def test_large_weights_are_no_infinity(folder):
 # --- files ---
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 100, 3000, -1])
-def test_truncated_file(keep, folder):
-    data = weights(folder).read_bytes()
-    weights(folder).write_bytes(data[:keep])
-    refused(folder, str(weights(folder)), "not a sound safetensors file", "download it again")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x04\x95 a pickle",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12\n",
-        b"<html>404</html>" * 10,
-        struct.pack("<Q", 2**60) + b"{}",
-        struct.pack("<Q", 2) + b"{}" + b"rest",
-        struct.pack("<Q", 6) + b"[1, 2]",
-        struct.pack("<Q", 70) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,999999]}}'.ljust(70),
-    ],
-    ids=["pickle", "lfs", "html", "huge header", "unclaimed bytes", "no object", "offsets beyond the end"],
-)
-def test_files_that_are_no_safetensors(data, folder):
-    weights(folder).write_bytes(data)
-    refused(folder, str(weights(folder)), "download it again")
-
-
-def test_a_flipped_header_byte_is_never_silent(folder):
-    """The file is unsound, or a name, a shape or a type is wrong."""
-    data = bytearray(weights(folder).read_bytes())
-    header = struct.unpack("<Q", data[:8])[0]
-    for place in range(8, 8 + header, 197):
-        damaged = data.copy()
-        damaged[place] ^= 0x01
-        weights(folder).write_bytes(bytes(damaged))
-        try:
-            load(folder)
-        except ModelLoadError:
-            continue
-        # Two changes are harmless: to the metadata, which is not read, and to the spaces that pad the header.
-        end = data.index(b"}") + 1
-        assert place < end or place >= 8 + header - 8, f"byte {place} ({chr(data[place])!r})"
-
-
 @pytest.mark.parametrize("other", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt"])
 def test_pickles_are_never_opened(other, folder):
     """An opened pickle would create the trace file."""
@@ -229,10 +185,12 @@ def test_missing_shard(sharded):
     refused(sharded, "model-00002-of-00003.safetensors", "missing", "index", "download it again")
 
 
-def test_the_index_decides_which_files_are_read(sharded):
-    """Mistral's repositories hold the same weights a second time under other names."""
-    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, sharded / "consolidated.safetensors")
-    load(sharded)
+@pytest.mark.parametrize("made", ["folder", "sharded"])
+def test_the_same_weights_under_other_names_are_not_read(made, request):
+    """Mistral's repositories hold them a second time."""
+    model = request.getfixturevalue(made)
+    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, model / "consolidated.safetensors")
+    load(model)
 
 
 def test_a_tensor_in_two_files_is_refused(folder):
@@ -256,11 +214,6 @@ def test_an_index_that_names_the_wrong_file(sharded):
     content["weight_map"][SOME] = other
     index(sharded).write_text(json.dumps(content))
     refused(sharded, SOME, other, "index")
-
-
-def test_model_safetensors_goes_before_other_files(folder):
-    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, folder / "consolidated.safetensors")
-    load(folder)
 
 
 @pytest.mark.parametrize(
@@ -335,20 +288,6 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
         assert len(list(filter_repo_objects([name], allow_patterns=allowed, ignore_patterns=ignored))) == wanted, name
 
 
-@pytest.mark.parametrize(
-    "error",
-    [TimeoutError("timed out"), ConnectionError("refused"), OSError(28, "No space left"), ValueError("Repo id")],
-)
-def test_a_hub_that_does_not_answer(error, monkeypatch):
-    def download(name: str, **_: object) -> str:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelLoadError, match="folder") as caught:
-        resolve_model("org/name")
-    assert "'org/name'" in str(caught.value) and str(error) in str(caught.value)
-
-
 # --- safetensors headers ---
 
 
@@ -392,7 +331,17 @@ def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
 )
 def test_headers_that_contradict_the_file(entries, folder):
     header_file(folder, entries, bytes(12))
-    refused(folder, str(weights(folder)), "not a sound safetensors file", "download it again")
+    refused(folder, str(weights(folder)), "download it again")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x80\x04\x95 a pickle", b"<html>404</html>" * 10, struct.pack("<Q", 2**60) + b"{}", 0, 4, 8, 100, 3000, -1],
+    ids=str,
+)
+def test_files_that_are_another_kind_or_cut_short(data, folder):
+    weights(folder).write_bytes(weights(folder).read_bytes()[:data] if isinstance(data, int) else data)
+    refused(folder, str(weights(folder)), "download it again")
 
 
 @pytest.mark.parametrize("length", [2**31, 2**24 + 1])
@@ -509,55 +458,6 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
     # The reference backend keeps each 4-bit code in a byte, and rows are padded to 32.
     taken = sum(x.nbytes - (x.parts["codes"].nbytes / 2 if x.format in ("int4", "nf4") else 0) for x in kept)
     assert taken <= told <= 1.4 * taken + 4000
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-from sameseed import ops
-from sameseed.scheme import QuantScheme
-from sameseed.models.loader import load_model
-
-def kib(field):
-    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(field))
-
-ops.set_num_threads(1)
-quant = QuantScheme.parse(sys.argv[2])
-import torch
-quant.encode(torch.randn(64, 512))  # what the first call of each op allocates
-before = kib("VmRSS")
-model = load_model(Path(sys.argv[1]), ops.resolve(sys.argv[3]), quant, 16)
-w = model.weights
-parts = [w.embedding, *(getattr(x, n) for x in w.layers for n in ("qkv", "o", "gate_up", "down"))]
-print(kib("VmHWM") - before, sum(p.nbytes for p in parts) // 1024)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux' /proc")
-def test_memory_while_loading_is_that_of_the_codes(tmp_path):
-    """190 MB of bf16 load as int4: no float copy, no unpacked codes of all, no pages of the file stay."""
-    shape = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 16384, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    raw = {**VARIANTS["llama2"].raw, **shape, **heads}
-    write_config(tmp_path, raw)
-    names = expected_shapes(parse_config(raw))
-    noise = torch.randn(2**22).bfloat16().view(torch.uint8).numpy().tobytes()
-    entries: dict[str, Any] = {}
-    at = 0
-    for name, dims in names.items():
-        size = 2 * torch.Size(dims).numel()
-        entries[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, at + size]}
-        at += size
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        text = json.dumps(entries).encode()
-        file.write(struct.pack("<Q", len(text)) + text)
-        for done in range(0, at, len(noise)):
-            file.write(noise[: at - done])
-    run = [sys.executable, "-c", MEASURE, str(tmp_path), "w4a8", "auto"]
-    out = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
-    growth, codes = (int(x) * 1024 for x in out)
-    assert at > 180e6
-    assert growth < codes + 64e6, f"grew by {growth / 1e6:.0f} MB for {codes / 1e6:.0f} MB of codes"
 
 
 # --- the scheme of a target ---

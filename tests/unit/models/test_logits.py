@@ -14,9 +14,7 @@ from fixtures_models import (
     oracle_logits,
     prompt,
     random_tensors,
-    read_tensors,
     write_checkpoint,
-    write_shards,
 )
 
 from sameseed.models.config import parse_config
@@ -57,16 +55,6 @@ def test_logits_differ_without_what_makes_the_variant(name, checkpoints, expecte
     model = load(checkpoints[name])
     VARIANTS[name].without(model)
     assert difference(all_logits(model, prompt(VARIANTS[name].length)), expected[name]) > 0.05
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_shards_give_the_same_bits_as_one_file(backend, checkpoints, tmp_path):
-    source = checkpoints["llama3"]
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    write_shards(tmp_path, read_tensors(source))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    token_ids = prompt(12)
-    assert all_logits(load(tmp_path, backend), token_ids).equal(all_logits(load(source, backend), token_ids))
 
 
 def test_what_transformers_saves_can_be_read(tmp_path):

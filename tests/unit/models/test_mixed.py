@@ -10,7 +10,7 @@ from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.models.config import parse_config
 from sameseed.models.llama import Llama
-from sameseed.models.weights import read_weights, weight_bytes
+from sameseed.models.weights import read_weights
 from sameseed.scheme import QuantScheme
 
 RAW = {**VARIANTS["qwen2"].raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
@@ -109,13 +109,6 @@ def test_auto_a8_gives_int8_activations_to_what_can_take_them(backend):
     a, b = all_logits(model, prompt(9)), all_logits(stored, prompt(9))
     assert not a.equal(b)
     assert torch.nn.functional.cosine_similarity(a, b).min() > 0.99
-
-
-def test_bytes_are_those_of_the_stored_schemes():
-    config = parse_config({**RAW, "tie_word_embeddings": False})
-    source = Stored(random_tensors(config), MIXED)
-    plain = Stored(source.tensors, {})
-    assert weight_bytes(config, source, QuantScheme()) < weight_bytes(config, plain, QuantScheme())
 
 
 @pytest.mark.parametrize(

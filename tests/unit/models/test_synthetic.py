@@ -24,13 +24,6 @@ def test_tensors_have_the_checkpoint_s_shapes():
             assert 0.8 < value.float().std() * shape[1] ** 0.5 < 1.2
 
 
-def test_the_seed_decides():
-    name = "model.layers.0.mlp.up_proj.weight"
-    first, again, other = (RandomCheckpoint(CONFIG, seed).tensor(name) for seed in (1, 1, 2))
-    assert first.equal(again) and not first.equal(other)
-    assert not first.equal(RandomCheckpoint(CONFIG, 1).tensor(name.replace("up", "gate")))
-
-
 def test_rows_beyond_the_block_of_noise():
     """The block of noise is used again in another phase, so that no two rows are alike."""
     big = parse_config({**VARIANTS["llama2"].raw, "vocab_size": 3 * NOISE // 64, "hidden_size": 64})

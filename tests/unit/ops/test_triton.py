@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +13,12 @@ import numpy
 import pytest
 import torch
 from fixtures_interpreter import dot
-from fixtures_ops import randn
+from fixtures_ops import Part, empty_layer, make_pass, randn
 
-from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, reference
+from sameseed.batch import Draw, Draws
+from sameseed.ops import gated_rows, normed_rows, plain_rows, reference
 from sameseed.scheme import QuantScheme
+from sameseed.spec.sampling import noise_key
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
@@ -161,17 +163,8 @@ def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
     assert gpu.silu_mul(x).equal(reference.silu_mul(x)) and guard.broken == {"silu_mul"}
 
 
-# --- old GPUs ---
-
-
 # --- compiled for GPUs that need not be present ---
 
-INSTRUCTIONS = {  # of tensor cores, by the form of rows
-    "half": "m16n8k16.row.col.f32.f16.f16.f32",
-    "bf16": "m16n8k16.row.col.f32.bf16.bf16.f32",
-    "int8": "m16n8k32.row.col.satfinite.s32.s8.s8.s32",
-    "fp8": "m16n8k16.row.col.f32.f16.f16.f32",
-}
 SOME = {("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)}  # compiling takes seconds each: the rest is slow
 KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a16", "w4a8", "w4a8-qoq", "w8a8n", "fp8", "fp8-b128")
 KINDS += ("fp8-a8", "fp8_e5m2", "nf4", "mxfp4")
@@ -193,26 +186,19 @@ def compiler(tmp_path, monkeypatch):
 needs_compiler = pytest.mark.usefixtures("compiler")
 
 
-def instructions(name: str, capability: int, num_rows: int) -> set[str]:
-    """The tensor-core instructions of a product's kernels, which are compiled to machine code."""
-    w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(128, 512)))
-    form = dispatch.form_for(w)
-    launch, ready = dispatch.preparation(normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5), form, w.group)
-    assert launch.compile(capability).asm["cubin"]
-    launches = dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, 128))
-    compiled = [launch.compile(capability) for launch in launches]
-    assert all(c.asm["cubin"] for c in compiled)
-    assert "wgmma" not in compiled[0].asm["ptx"]
-    return set(re.findall(r"mma\.sync\.aligned\.([\w.]+)", compiled[0].asm["ptx"]))
+def product(name: str, num_rows: int, outputs: int = 128) -> list[guard.Launch]:
+    """The launches of a product of normed rows."""
+    w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(outputs, 512)))
+    rows = normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5)
+    launch, ready = dispatch.preparation(rows, dispatch.form_for(w), w.group)
+    return [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, outputs))]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "capability"), ALL)
-def test_products_compile_to_one_instruction_for_all_rows(name, capability):
-    """The same instruction for 1, 2 and 4 tiles of rows, so a row's sums have the same order in each."""
-    w = QuantScheme.parse(name).encode(torch.ones(1, 512))
-    wanted = {INSTRUCTIONS[dispatch.form_for(w)]}
-    assert all(instructions(name, capability, num_rows) == wanted for num_rows in (1, 32, 64))
+def test_products_compile_for_any_number_of_rows(name, capability):
+    made = [launch.compile(capability) for num_rows in (1, 64) for launch in product(name, num_rows)]
+    assert all(c.asm["cubin"] and "wgmma" not in c.asm["ptx"] for c in made)
 
 
 @needs_compiler
@@ -226,7 +212,6 @@ def test_the_smallest_shapes_compile():
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
-@needs_compiler
 def test_kernels_are_not_compiled_for_numbers_of_rows():
     """Triton must not specialize on a launch's free arguments: one row, or a multiple of 16, would give other code."""
     w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
@@ -239,58 +224,53 @@ def test_kernels_are_not_compiled_for_numbers_of_rows():
         assert given == launch.free == rows
 
 
+def module(name):
+    """A module of the backend that has the name of an op."""
+    return importlib.import_module(f"sameseed.ops.triton.{name}")
+
+
+def paged(name, parts=None):
+    return make_pass(parts or [Part(40, 1, [-1, 0])], name, 8, 2, 128, 16)
+
+
 @needs_compiler
-@pytest.mark.parametrize("capability", [80, 90])
-def test_small_ops_compile(capability):
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"])
+def test_attention_and_the_cache_compile(name, capability):
+    p, k, slots = paged(name), randn(3, 2, 128), torch.tensor([5, 9, 3], dtype=torch.int32)
+    layer, batch = empty_layer(name, 4, 16, 2, 128), make_pass([Part(2, 3)]).batch
+    launches = [kv.storing(k, k, layer, slots), *kv.moving(layer, slots, slots)]
+    launches += kv.rotating(randn(3, 4, 128), k, k, layer, batch, randn(9, 128))[:1]
+    if name == "bf16":  # attention takes seconds
+        launches += module("attention").launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), "stretch")
+    assert all(launch.compile(capability).asm["cubin"] for launch in launches)
+
+
+@needs_compiler
+def test_small_ops_and_sampling_compile():
     launches = [
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
         kv.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
     ]
-    assert all(launch.compile(capability).asm["cubin"] for launch in launches)
+    logits = randn(2, 3000)
+    draws = Draws.of([Draw(noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)])
+    launches += module("sampling").launches(logits, draws)[0]
+    row, order = logits[0].double(), torch.arange(3000)
+    launches.append(module("sampling").marking(row, order, row.sum(), torch.zeros(3000, dtype=torch.uint8)))
+    assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
-def normed(form: str, width: int, gather: bool, joined: bool = False) -> guard.Launch:
-    """The launch that norms rows. joined: it first adds the partial sums of the product before."""
-    group = {"int8": 64, "fp8": 128}.get(form, 1)
-    x, norm = torch.empty(3, width), torch.ones(width)
-    index = torch.zeros(2, dtype=torch.int32) if gather else None
-    launch = dispatch.preparation(normed_rows(x, norm, 1e-5, index), form, group)[0]
-    if joined:
-        before = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(width, 4096)))
-        after = gpu.pack(QuantScheme.parse(NEXT[form]).encode(torch.ones(8, width)))
-        ready = dispatch.preparation(plain_rows(torch.empty(3, 4096)), "half", before.group)[1]
-        combine = dispatch.multiplication(ready, before, None, x, x)[1]
-        both = dispatch.joined(combine, Then(norm, 1e-5, after), x)
-        assert both is not None and launch.constants["FORM"] == both[0].constants["FORM"]
-        launch = both[0]
-    return launch
-
-
-def layout_of_sum(launch: guard.Launch) -> str:
-    """What decides the order of the mean's sum: the layouts of the adding reductions, and the number of warps."""
-    text = launch.compile(90).asm["ttgir"]
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.M))
-    found = re.findall(r'"tt\.reduce"[^\n]*\n[^\n]*\n\s*%\w+ = arith\.addf.*?\}\) : \((.*?)\) ->', text, re.S)
-    assert len(found) == 2
-    named = [re.sub(r"#(?!ttg)\w+", lambda m: layouts[m[0]], shape) for shape in found]
-    return f"{named} {re.search(r'num-warps. = ([0-9]+)', text)[1]}"
-
-
-NEXT = {"half": "w4a16", "bf16": "bf16", "int8": "w4a8-g64", "fp8": "fp8-a8"}  # weights that take rows of this form
-EVERY_FORM = [(form, gather) for form in ("single", "half", "bf16", "int8", "fp8") for gather in (False, True)]
-EVERY_FORM += [(form, False, True) for form in NEXT]
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("width", "cases"),
-    [
-        (512, [("int8", True), ("half", False, True)]),
-        *(pytest.param(w, EVERY_FORM, marks=pytest.mark.slow) for w in (512, 3072, 4096)),
-    ],
-)
-def test_a_norm_is_summed_in_one_order_whatever_a_row_becomes(width, cases):
-    """Fused norms must have the bits of the separate norm."""
-    made = {case: layout_of_sum(normed(case[0], width, *case[1:])) for case in [("single", False), *cases]}
-    assert len(set(made.values())) == 1, made
+def test_one_configuration_for_every_number_of_rows():
+    """The model and the cache decide what is compiled; rows only decide the grid, the start and the split of keys."""
+    found = set()
+    for rows in (1, 2, 16, 17, 64, 65):
+        p = paged("bf16", [Part(40, rows)])
+        tree = paged("bf16", [Part(40, 1, list(range(-1, rows - 2)))])
+        for x in (p, tree):
+            launches = module("attention").launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all")
+            for launch in launches:
+                cut = tuple((name, value) for name, value in launch.constants.items() if name != "EARLY")
+                found.add((launch.kernel.__name__, cut, launch.warps, launch.stages))
+                assert launch.free >= {"num_seqs", "has_tree", "num_parts", "table_width"}  # these vary with the batch
+    assert len(found) == 1
