@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from proof import mutants
-from proof.drawn import AREAS, Places
-from proof.held_out import MutantBench, Verdict, judge_apart, score
-from proof.mistakes_server import SERVER_AREA, SERVER_MISTAKES
+from proof.drawn import AREAS, draw
+from proof.judge import UNREACHED, Bench, Verdict, judge, score
+from proof.mistakes_server import SERVER_MISTAKES
 from sameseed.measure.workload import ASSETS
 from sameseed.report import record
 from sameseed.tokenizer import Tokenizer
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.jsonl"
 SCHEMA = "sameseed.mutants/1"
-UNREACHED = "unreached"
 
 
 def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
@@ -40,20 +38,14 @@ def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
 
 
 def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list[str]) -> dict[str, Any]:
-    """Try random mutants until `count` of them lie on lines that a check runs; returns their score."""
-    every = {**AREAS, **SERVER_AREA}
-    places = Places({name: modules for name, modules in every.items() if not areas or name in areas})
-    bench = MutantBench(tokenizer, mutants.CHECKS, places.files)
-    for one in places.draw(seed):
+    """Try random mutants until `count` of them lie in functions that a check runs; returns their score."""
+    bench = Bench(tokenizer, mutants.CHECKS)
+    for one in draw(seed, {name: modules for name, modules in AREAS.items() if not areas or name in areas}):
         if sum(found["outcome"] != UNREACHED for found in state.done.values()) >= count:
             break
-        if one.mutant.name in state.done:
-            continue
-        able = bench.who(one)
-        blank = {"name": one.mutant.name, "area": one.area, "kind": one.kind, "outcome": UNREACHED}
-        state.add(asdict(judge_apart(one, bench)) if able else blank)
-    reached = [Verdict(**found) for found in state.done.values() if found["outcome"] != UNREACHED]
-    return score(reached, [name for name, found in state.done.items() if found["outcome"] == UNREACHED], seed)
+        if one.mutant.name not in state.done:
+            state.add(vars(judge(one, bench)))
+    return score([Verdict(**found) for found in state.done.values()], seed)
 
 
 class State:
@@ -79,7 +71,7 @@ def main() -> None:
     """Try the mutants, then append the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=40, help="mutants on lines that some check runs")
+    parser.add_argument("--count", type=int, default=40, help="mutants in functions that some check runs")
     parser.add_argument("--areas", nargs="*", default=[], help="draw from these alone")
     parser.add_argument("--written", action="store_true", help="those of the source in place of drawn ones")
     parser.add_argument("--state", type=Path, required=True, help="what was found so far")

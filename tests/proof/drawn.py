@@ -1,4 +1,4 @@
-"""Random mutants: a seeded generator of mistakes in the shipped source, area by area."""
+"""Random mutants: a seeded generator of small mistakes in the shipped source, area by area."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import random
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import FunctionType
 from typing import Any
 
-from proof.edits import edits, silent
-from proof.mutant import Mutant, bare
+from proof.mutant import Mutant
 
 # Areas of the source that are mutated, and the modules of each.
 AREAS: Mapping[str, tuple[str, ...]] = {
@@ -29,139 +27,175 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "grammars": ("grammar",),
     "drafters' state": ("drafters._followers", "drafters._shadow", "drafters.draft_model"),
     "operations": ("ops.reference",),
+    "server's parameters": tuple(f"server.{name}" for name in ("service", "text", "replies", "frames")),
 }
 # Functions that affect no text: output for people, sizes, time limits, and which level drafted a node.
-_NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter__", "__exit__", "node_levels")
+NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter__", "__exit__", "node_levels")
+SILENT = (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.arguments)  # syntax that affects no text
+TOLD = {"log", "warnings", "cast", "TypeVar"}  # calls of these names do not, either
+
+OTHER: Mapping[type, type] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.LShift: ast.RShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "iter"}
+Edit = tuple[str, ast.AST]  # kind of mistake, and the node to put there
 
 
 @dataclass(frozen=True)
 class DrawnMutant:
-    """A randomly drawn mutant: its area, its kind of mistake, and the lines of the file that it affects."""
+    """A mutant with its area and its kind of mistake."""
 
     mutant: Mutant
     area: str
     kind: str
-    file: str
-    lines: range
 
 
-@dataclass(frozen=True)
-class Site:
-    """One node of a function's syntax tree and one edit of it: `index` in `ast.walk` order, `which` of its edits."""
-
-    function: FunctionType
-    index: int
-    which: int
-    kind: str
-
-
-@dataclass(frozen=True)
-class Places:
-    """The mutation sites of all areas."""
-
-    areas: Mapping[str, tuple[str, ...]]
-
-    @cached_property
-    def sites(self) -> dict[str, list[Site]]:
-        """Sites by area."""
-        return {area: [s for name in names for s in _sites(name)] for area, names in self.areas.items()}
-
-    @property
-    def files(self) -> set[str]:
-        """The source files that contain sites."""
-        return {s.function.__code__.co_filename for sites in self.sites.values() for s in sites}
-
-    def draw(self, seed: int) -> Iterator[DrawnMutant]:
-        """Yield distinct mutants until all sites are used.
-
-        Areas take turns; in an area, a random function is drawn first, then a random site in it.
-        """
-        rng, seen = random.Random(seed), set[str]()
-        left: dict[str, dict[str, list[Site]]] = {area: {} for area in self.sites}  # by area and function
-        for area, sites in self.sites.items():
-            for site in sites:
-                name = f"{site.function.__module__}.{site.function.__qualname__}"
-                left[area].setdefault(name, []).append(site)
-        while any(left.values()):
-            for area, functions in left.items():
-                if functions:
-                    name = rng.choice(sorted(functions))
-                    site = functions[name].pop(rng.randrange(len(functions[name])))
-                    if not functions[name]:
-                        del functions[name]
-                    made = _made(site, area)
-                    if made is not None and made.mutant.name not in seen:
-                        seen.add(made.mutant.name)
-                        yield made
-
-
-def functions(module: Any) -> Iterator[FunctionType]:
-    """Functions and methods written in a module whose code can be replaced: no closures, no cached functions."""
-    spaces = [vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))]
-    for space in spaces:
-        for value in list(space.values()):
-            inner = bare(value)
-            if hasattr(inner, "cache_clear"):
+def draw(seed: int, areas: Mapping[str, tuple[str, ...]] = AREAS) -> Iterator[DrawnMutant]:
+    """Yield distinct mutants until all are used. Areas take turns; in an area, functions are drawn, then edits."""
+    rng, seen = random.Random(seed), set[str]()
+    left = {area: {f.__qualname__: (f, _sites(f)) for f in _functions(names)} for area, names in areas.items()}
+    while any(left.values()):
+        for area, functions in left.items():
+            name = rng.choice(sorted(functions)) if functions else ""
+            function, sites = functions.get(name, (None, []))
+            if function is None or not sites:
+                functions.pop(name, None)
                 continue
-            inner = inspect.unwrap(inner) if callable(inner) else inner
-            if (
-                isinstance(inner, FunctionType)
-                and inner.__code__.co_filename == module.__file__
-                and not inner.__code__.co_freevars
-                and inner.__name__ != "<lambda>"
-            ):
-                yield inner
+            mutant, kind = _made(function, *sites.pop(rng.randrange(len(sites))))
+            same = mutant.code().co_code == function.__code__.co_code and kind != "a constant"
+            if not same and mutant.name not in seen:
+                seen.add(mutant.name)
+                yield DrawnMutant(mutant, area, kind)
 
 
-def _tree(function: FunctionType) -> ast.FunctionDef:
-    """A function's source, parsed; line 1 is its first line, decorators included."""
-    found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef))
-    return found  # type: ignore[return-value]
+def _functions(names: tuple[str, ...]) -> Iterator[FunctionType]:
+    """Functions and methods written in these modules whose code can be replaced: no closures, no cached functions."""
+    for module in (importlib.import_module(f"sameseed.{name}") for name in names):
+        for space in (vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))):
+            for value in space.values():
+                found = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                found = None if hasattr(found, "cache_clear") or not callable(found) else inspect.unwrap(found)
+                if not isinstance(found, FunctionType) or found.__code__.co_filename != module.__file__:
+                    continue
+                if not found.__code__.co_freevars and found.__name__ not in ("<lambda>", *NO_TEXT):
+                    yield found
 
 
-def _open(tree: ast.FunctionDef) -> Iterator[tuple[int, ast.AST, bool]]:
-    """Yield (index in `ast.walk`, node, early) of nodes that may be mutated.
-
-    `early`: the node is nested in a block, so that a return there leaves before the function's end.
-    """
-    order = {id(node): i for i, node in enumerate(ast.walk(tree))}
-    stack: list[tuple[ast.AST, bool]] = [(s, False) for s in tree.body]
-    while stack:
-        node, inside = stack.pop()
-        if silent(node):
-            continue
-        yield order[id(node)], node, inside
-        deeper = inside or isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try))
-        for name, value in ast.iter_fields(node):
-            if name not in ("annotation", "returns", "decorator_list", "ctx"):
-                values = value if isinstance(value, list) else [value]
-                stack += [(v, deeper) for v in values if isinstance(v, ast.AST)]
+def _tree(function: FunctionType) -> tuple[str, ast.FunctionDef]:
+    source = textwrap.dedent(inspect.getsource(function))
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef))
+    return source, tree  # type: ignore[return-value]
 
 
-def _sites(name: str) -> Iterator[Site]:
-    for function in functions(importlib.import_module(f"sameseed.{name}")):
-        if function.__name__ not in _NO_TEXT:
-            for index, node, early in _open(_tree(function)):
-                for which, (kind, _) in enumerate(edits(node, early)):
-                    yield Site(function, index, which, kind)
+def _sites(function: FunctionType) -> list[tuple[int, int]]:
+    """Where a function can be mutated: the number of a node, and of its edits."""
+    nodes = enumerate(_open(_tree(function)[1]))
+    return [(number, which) for number, node in nodes for which, _ in enumerate(edits(node))]
 
 
-def _made(site: Site, area: str) -> DrawnMutant | None:
-    """The mutant of a site; None where the compiled code stays the same."""
-    tree = _tree(site.function)
-    right = textwrap.dedent(inspect.getsource(site.function))
-    _, node, early = next(found for found in _open(tree) if found[0] == site.index)
-    new = list(edits(copy.deepcopy(node), early))[site.which][1] or ast.Pass()
+def _made(function: FunctionType, number: int, which: int) -> tuple[Mutant, str]:
+    """The mutant of a site, and its kind."""
+    source, tree = _tree(function)
+    node = list(_open(tree))[number]
+    kind, new = list(edits(copy.deepcopy(node)))[which]
     text = f"{_short(node)} -> {_short(new)}"
-    first = site.function.__code__.co_firstlineno
-    lines = _lines(tree, node, first)
+    place = f"{function.__code__.co_firstlineno + node.lineno - 1}:{node.col_offset}"
     _Replace(node, new).visit(tree)
-    place = f"{first + node.lineno - 1}:{node.col_offset}"  # type: ignore[attr-defined]
-    where = f"{site.function.__module__}.{site.function.__qualname__}:{place}"
-    mutant = Mutant(f"{where} {text}", site.function, right, ast.unparse(ast.fix_missing_locations(tree)))
-    same = mutant.code().co_code == site.function.__code__.co_code and "constant" not in site.kind
-    return None if same else DrawnMutant(mutant, area, site.kind, site.function.__code__.co_filename, lines)
+    wrong = ast.unparse(ast.fix_missing_locations(tree))
+    return Mutant(f"{function.__module__}.{function.__qualname__}:{place} {text}", function, source, wrong), kind
+
+
+def _open(tree: ast.FunctionDef) -> Iterator[Any]:
+    """Yield the nodes that may be mutated."""
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
+        value = node.value if isinstance(node, ast.Expr) else None
+        names = {n.id for n in ast.walk(node.func) if isinstance(n, ast.Name)} if isinstance(node, ast.Call) else set()
+        if isinstance(node, SILENT) or isinstance(value, ast.Constant) or names & TOLD:
+            continue
+        if hasattr(node, "lineno"):
+            yield node
+        for name, child in ast.iter_fields(node):
+            if name not in ("annotation", "returns", "decorator_list", "ctx"):
+                children = child if isinstance(child, list) else [child]
+                stack += [c for c in children if isinstance(c, ast.AST)]
+
+
+def edits(node: ast.AST) -> Iterator[Edit]:
+    """Yield the mistakes that can be made at this node."""
+    if isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield "a statement is left out", ast.Pass()
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        negated = copy.copy(node)
+        negated.test = ast.UnaryOp(ast.Not(), node.test)
+        yield "a condition is negated", negated
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+        is_bool = isinstance(node.value, bool)
+        yield "a constant", ast.Constant(not node.value if is_bool else node.value + 1)
+    elif isinstance(node, ast.Compare):
+        yield "a comparison", ast.Compare(node.left, [OTHER[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    elif isinstance(node, ast.BinOp):
+        if type(node.op) in OTHER:
+            yield "an operator", ast.BinOp(node.left, OTHER[type(node.op)](), node.right)
+        if isinstance(node.op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod)):
+            yield "operands are swapped", ast.BinOp(node.right, node.op, node.left)
+    elif isinstance(node, ast.BoolOp):
+        yield "and for or", ast.BoolOp(OTHER[type(node.op)](), node.values)
+        yield "one condition is left out", ast.BoolOp(node.op, node.values[:-1]) if node.values[2:] else node.values[0]
+    elif isinstance(node, ast.Call):
+        yield from _calls(node)
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Store):
+        yield from _places(node)
+
+
+def _calls(node: ast.Call) -> Iterator[Edit]:
+    args, name = node.args, node.func.id if isinstance(node.func, ast.Name) else ""
+    if name in CALLED:
+        yield "another function", ast.Call(ast.Name(CALLED[name], ast.Load()), args, node.keywords)
+    elif len(args) > 1 and not any(isinstance(a, ast.Starred) for a in args):
+        yield "arguments are swapped", ast.Call(node.func, [args[1], args[0], *args[2:]], node.keywords)
+    for i, named in enumerate(node.keywords):
+        if named.arg not in (None, "strict"):
+            rest = [*node.keywords[:i], *node.keywords[i + 1 :]]
+            yield "an argument is forgotten", ast.Call(node.func, args, rest)
+
+
+def _places(node: ast.Subscript) -> Iterator[Edit]:
+    """Yield an index, or an end of a slice, that is one off; constants are mutated by themselves."""
+    part = node.slice
+    if isinstance(part, ast.Slice):
+        if part.lower is not None:
+            yield "a slice is one off", ast.Subscript(node.value, ast.Slice(_more(part.lower), part.upper), node.ctx)
+        if part.upper is not None:
+            yield "a slice is one off", ast.Subscript(node.value, ast.Slice(part.lower, _more(part.upper)), node.ctx)
+    elif isinstance(part, (ast.Name, ast.BinOp)):
+        yield "an index is one off", ast.Subscript(node.value, _more(part), node.ctx)
+
+
+def _more(value: ast.expr) -> ast.BinOp:
+    return ast.BinOp(value, ast.Add(), ast.Constant(1))
 
 
 class _Replace(ast.NodeTransformer):
@@ -172,22 +206,5 @@ class _Replace(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def _lines(tree: ast.AST, node: ast.AST, first: int) -> range:
-    """Lines of the file that run if the node runs.
-
-    They are those of the smallest statement around the node, without that statement's body.
-    """
-    best: ast.AST = node
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.stmt) and any(n is node for n in ast.walk(statement)):
-            best = statement  # ast.walk goes from the outside in, so the last match is the smallest
-    body = getattr(best, "body", None)
-    end = body[0].lineno - 1 if body else best.end_lineno  # type: ignore[attr-defined]
-    start: int = best.lineno  # type: ignore[attr-defined]
-    return range(first + start - 1, first + max(end, start))
-
-
 def _short(node: ast.AST) -> str:
-    if isinstance(node, ast.If):
-        node = node.test
-    return " ".join(ast.unparse(node).split())[:80]
+    return " ".join(ast.unparse(node.test if isinstance(node, ast.If) else node).split())[:80]

@@ -16,9 +16,6 @@ _TEMPERATURE = "1.0 if fields.temperature is None else fields.temperature"
 _ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)"
 _STOPPED = '"stop" if piece.completion["finish_reason"] == "stop" else "length"'
 
-# Modules in which a seeded generator draws further mutants (laws/drawn.py).
-SERVER_AREA = {"server's parameters": tuple(f"server.{name}" for name in ("service", "text", "replies", "frames"))}
-
 
 def _server(name: str, function: Any, old: str, new: str) -> Mutant:
     return Mutant(f"server: {name}", function, old, new, ("V1",))

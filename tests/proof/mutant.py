@@ -3,8 +3,6 @@
 from __future__ import annotations
 import __future__
 
-import copyreg
-import importlib
 import inspect
 import logging
 import textwrap
@@ -15,7 +13,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from sameseed.errors import SameseedError
-from sameseed.laws.check import Check
 from sameseed.spec import sampling
 
 log = logging.getLogger("sameseed")
@@ -54,11 +51,6 @@ class Mutant:
         wrong = compile(source.replace(self.old, self.new), "<mutant>", "exec", flags, dont_inherit=True)
         return next(c for c in wrong.co_consts if isinstance(c, CodeType) and c.co_name == self.function.__name__)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the function by its name, because the object of that name may be a property or method around it."""
-        name = self.function.__module__, self.function.__qualname__
-        return _mutant, (name, {k: v for k, v in vars(self).items() if k != "function"})
-
     @contextmanager
     def alive(self) -> Iterator[None]:
         """Context in which the function runs the wrong version for every caller; the right one is restored afterwards.
@@ -73,24 +65,3 @@ class Mutant:
             yield
         finally:
             function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate = kept
-
-
-def named(module: str, name: str) -> Any:
-    """The object that a qualified name stands for in a module; `Class.member` is returned without binding."""
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    return found
-
-
-# A check is pickled by the module and the qualified name of its function, which now name the check.
-copyreg.pickle(Check, lambda check: (named, (check.run.__module__, check.run.__qualname__)))
-
-
-def bare(found: Any) -> Any:
-    """The plain function inside a static method, class method, property or cached property."""
-    return getattr(found, "__func__", None) or getattr(found, "fget", None) or getattr(found, "func", found)
-
-
-def _mutant(function: tuple[str, str], others: dict[str, Any]) -> Mutant:
-    return Mutant(function=inspect.unwrap(bare(named(*function))), **others)
