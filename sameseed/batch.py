@@ -84,12 +84,10 @@ class Batch:
     First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
     its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
     `tree_mask` is 0 for a pending row. For node i, bit j is set if node j is i itself or an ancestor of i, which an
-    earlier pass may have stored.
-    `logit_rows` are the rows whose logits are wanted.
-    If rows attend to only a part of their sequence, `block_tables` and `kv_lens` describe that part, and
-    `key_positions` count within it.
-    `late`: tokens that an earlier pass chose on the device and the host has not read. They belong to the rows
-    `late_rows`, whose `token_ids` are UNKNOWN.
+    earlier pass may have stored. `logit_rows`: the rows whose logits are wanted. If rows attend to only a part of their
+    sequence, `block_tables` and `kv_lens` describe that part, and `key_positions` count within it. `late`: tokens that
+    an earlier pass chose on the device and the host has not read, of the rows `late_rows`, whose `token_ids` are
+    UNKNOWN.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -156,9 +154,7 @@ class Batch:
         own.pop("late", None)
         moved = _moved({**own, **draws}, device)
         if self.draws is not None:
-            moved = {name: moved[name] for name in own} | {
-                "draws": replace(self.draws, **{name: moved[name] for name in draws})
-            }
+            moved["draws"] = replace(self.draws, **{name: moved.pop(name) for name in draws})
         if self.late is not None:
             moved["token_ids"].index_copy_(0, moved["late_rows"], self.late)
         return replace(self, **moved)
@@ -168,8 +164,7 @@ class Batch:
 class Steps:
     """What differs between k passes in which B sequences write chains, one row each.
 
-    `slots` int32 [k, B], and `keys` of the noise int64 [k, B]. After its last row a sequence has slot -1: its row is
-    run again and not stored.
+    `slots` int32 [k, B], `keys` of the noise int64 [k, B]. After its last row a sequence has slot -1: none is stored.
     """
 
     slots: NDArray[np.int32]

@@ -49,7 +49,6 @@ class SpecConfig:
     """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own a model.
 
     `drafter`: the user's own `Drafter`, an object or a class; `method` is then only its name.
-
     `num_draft_tokens`: the most draft tokens per round and sequence (0..64). `confidence`: a draft ends once the
     drafter's probability of its last token is below this. `policy` decides draft lengths: "fixed"; "history": by the
     acceptance of earlier drafts; "disco": as long as the whole draft is likely to be accepted, with `confidence` as the
@@ -116,9 +115,8 @@ def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         upper, tokens = _sum(tokens[1:], text)
         if upper.below:
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
-        spec = replace(
-            upper, method=WRITTEN["A > MODEL"] if upper.method == WRITTEN["MODEL"] else upper.method, below=(spec,)
-        )
+        method = WRITTEN["A > MODEL"] if upper.method == WRITTEN["MODEL"] else upper.method
+        spec = replace(upper, method=method, below=(spec,))
     return spec, tokens
 
 

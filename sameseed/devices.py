@@ -16,12 +16,10 @@ from sameseed.errors import ConfigError
 
 def cpu_name() -> str:
     """The processor's model name."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

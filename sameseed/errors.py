@@ -44,14 +44,11 @@ class RegistryError(SameseedError):
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, for whoever asked for it. What an unforeseen error says may hold their data, so it is left
-    to the log.
-    """
+    """Why something failed, for whoever asked. An unforeseen error's own words may hold data: they are for the log."""
     if isinstance(error, SameseedError):
         return str(error)
-    if isinstance(error, MemoryError) or any(
-        w in str(error) for w in ("out of memory", "allocate memory", "bad_alloc")
-    ):
+    signs = ("out of memory", "allocate memory", "bad_alloc")
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
         return "memory ran out; lower max_num_seqs or max_model_len"
     return f"{type(error).__name__}, an unforeseen error; the log has its trace"
 

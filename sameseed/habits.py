@@ -116,13 +116,12 @@ class Hinted:
     if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> object:
-            kind = type(self).__name__
-            word = ATTRIBUTES.get(kind, {}).get(name)
-            hint = "" if word is None else f"; here it is .{word}"
-            raise NoSuchNameError(f"{kind!r} object has no attribute {name!r}{hint}")
+            raise _no_such(self, name, f"has no attribute {name!r}")
 
         def __call__(self, *given: object, **more: object) -> object:
-            kind = type(self).__name__
-            word = ATTRIBUTES.get(kind, {}).get("__call__")
-            hint = "" if word is None else f"; here it is .{word}"
-            raise NoSuchNameError(f"{kind!r} object is not callable{hint}")
+            raise _no_such(self, "__call__", "is not callable")
+
+
+def _no_such(of: object, name: str, why: str) -> NoSuchNameError:
+    word = ATTRIBUTES.get(type(of).__name__, {}).get(name)
+    return NoSuchNameError(f"{type(of).__name__!r} object {why}" + (f"; here it is .{word}" if word else ""))

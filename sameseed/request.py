@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as
 from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
 from functools import wraps
+from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from sameseed import fields, habits
@@ -297,10 +298,8 @@ class SpecMetrics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for why, count in other.undrafted.items():
             self.undrafted[why] = self.undrafted.get(why, 0) + count
-        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        mine.extend([0] * (len(its) - len(mine)))
-        for i, count in enumerate(its):
-            mine[i] += count
+        pairs = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
+        self.num_accepted_tokens_per_pos = [mine + its for mine, its in pairs]
 
     def since(self, other: SpecMetrics) -> SpecMetrics:
         """What was counted after `other`, an earlier copy of these counters."""

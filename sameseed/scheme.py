@@ -354,9 +354,7 @@ PRESETS: dict[str, tuple[str, str | None]] = {
     "auto-a8": ("auto", "int8"),
 }
 # Entries of `Format.options` that are not names of variants.
-OPTIONS = frozenset(
-    {"group", "asymmetric", "activations", "activations-fp8", "activations-bf16", "activations-outliers"}
-)
+OPTIONS = {"group", "asymmetric", "activations", "activations-fp8", "activations-bf16", "activations-outliers"}
 _SUFFIXES = re.compile(
     r"(?P<a8>-a8)?(-(?P<variant>(?!g\d|asym|a8|channel)[a-z]\w*))?(-(g(?P<group>\d+)|(?P<channel>channel)))?(?P<asymmetric>-asym)?"
 )

@@ -27,6 +27,7 @@ Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
 PRIVATE = 0o600  # mode of files that hold users' texts or token ids
 DIGEST = "digest"  # name of the array that holds the others' SHA-256
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
 
 
@@ -89,16 +90,7 @@ def read(kind: str, key: str) -> Arrays | None:
         return arrays
     except FileNotFoundError:
         return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        MemoryError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except UNREADABLE as error:
         refuse(kind, key, error)
         return None
 

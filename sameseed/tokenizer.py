@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from datetime import date, datetime, time
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 LONGEST_CHARACTER = 4  # most UTF-8 bytes of a character, so also most tokens: a token with text has a byte or more
 CONTEXT = 16  # most tokens kept as decoding context: keeping some is cheaper than decoding a new context for each token
 LONGEST_WAIT = 12  # most tokens that wait for a complete character; more of them are bytes that never form one
+GUARDS = "\ufdd0\ufdd1"  # around what is text in a rendered conversation, although it spells a special token
+GUARDED = re.compile(f"{GUARDS[0]}(.+?){GUARDS[1]}", re.DOTALL)
+TRUSTED = ("system", "developer", "assistant")  # roles that may write special tokens
 LONGEST_RUN = 64  # most byte tokens that wait for the end of their run: 16 characters of 4 bytes
 
 
@@ -37,6 +41,8 @@ class Tokenizer(habits.Hinted):
     ) -> None:
         """`templates`: the chat template, or several by name: "default", "tool_use" (with tools), "rag" (documents)."""
         self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
         self.templates = named_templates(templates)
         self.now = datetime.combine(date.today(), time())  # of templates that ask for the date; it stands still
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -71,8 +77,6 @@ class Tokenizer(habits.Hinted):
             backend = HFTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"{path} is no tokenizer that the tokenizers library can read ({error})") from None
-        backend.no_truncation()
-        backend.no_padding()
         files = TokenizerFiles(folder)
         _add_tokens(backend, files)
         return cls(backend, files.templates(), {role: text for role, (text, _) in files.names.items()})
@@ -82,8 +86,6 @@ class Tokenizer(habits.Hinted):
         """The inverse of `as_files`; "now", if it is there, is the clock of chat templates."""
         config = json.loads(files["tokenizer_config.json"])
         backend = HFTokenizer.from_str(files["tokenizer.json"])
-        backend.no_truncation()
-        backend.no_padding()
         special = {k: v for k, v in config.items() if k.endswith("_token")}
         made = cls(backend, named_templates(config.get("chat_template")), special)
         made.now = datetime.fromisoformat(files["now"]) if "now" in files else made.now
@@ -103,16 +105,12 @@ class Tokenizer(habits.Hinted):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it first"
-            ) from None
+            raise RequestError(f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it") from None
         # The batched form lets other threads run meanwhile, and computes no character offsets.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int, begins: bool = False) -> bytes:
         """`pieces` of one token."""
@@ -174,8 +172,7 @@ class Tokenizer(habits.Hinted):
 
     def vocabulary(self) -> dict[str, int]:
         """The spelling and id of every token, added tokens included."""
-        entries: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        return entries
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def chat_template(self) -> str | None:
@@ -197,8 +194,36 @@ class Tokenizer(habits.Hinted):
         add_generation_prompt: bool = True,
         tools: Seq[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat`."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, tools), add_special_tokens=False)
+        """Token ids of a conversation, rendered as by `render_chat`."""
+        return self.encode_chat(self.render_chat(messages, add_generation_prompt, tools, guarded=True))
+
+    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a guarded rendering: special tokens that a user typed are text, and end no turn."""
+        first, *rest = GUARDED.split(text)
+        ids = self.encode(first, add_special_tokens)
+        for typed, more in zip(rest[::2], rest[1::2], strict=True):
+            ids += self._spelled(typed) + self.encode(more, add_special_tokens=False)
+        return ids
+
+    def _spelled(self, text: str) -> list[int]:
+        """Token ids of a text in which no special token is recognized."""
+        cut = self._backend.pre_tokenizer.pre_tokenize_str if self._alphabet else lambda part: [(part, ())]
+        words = [word for part in (text[:1], text[1:]) for word, _ in cut(part)]
+        return [token.id for word in words for token in self._backend.model.tokenize(word)]
+
+    def _guarded(self, value: Any) -> Any:
+        """The value with the special tokens in its texts between GUARDS."""
+        if isinstance(value, Mapping):
+            return {name: self._guarded(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guarded(item) for item in value]
+        return self._special.sub(GUARDS[0] + r"\g<0>" + GUARDS[1], value) if isinstance(value, str) else value
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        names = sorted(filter(None, (*map(self.token, self._silent), *GUARDS)), reverse=True)  # the longer ones first
+        begun = ((start, "|".join(re.escape(n[3:]) for n in same)) for start, same in groupby(names, lambda n: n[:3]))
+        return re.compile("|".join(f"{re.escape(start)}(?:{rest})" for start, rest in begun))
 
     def render_chat(
         self,
@@ -206,13 +231,18 @@ class Tokenizer(habits.Hinted):
         add_generation_prompt: bool = True,
         tools: Seq[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        guarded: bool = False,
     ) -> str:
         """A conversation of {"role", "content"} messages as text, rendered by the chat template in a sandbox.
 
-        `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`. Raises
-        RequestError if there is no template or if it refuses the messages.
+        `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`.
+        `guarded`: for `encode_chat`. Raises RequestError if there is no template or if it refuses the messages.
         """
         values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
+        if guarded:
+            trusted = [isinstance(m, Mapping) and m.get("role") in TRUSTED for m in messages]
+            messages = [m if own else self._guarded(m) for own, m in zip(trusted, messages, strict=True)]
+            values["documents"] = self._guarded(values["documents"])
         source = self.template_for(bool(tools), bool(values["documents"]))
         if source is None:
             named = f"templates {', '.join(self.templates)}, but no default" if self.templates else "no chat template"

@@ -219,15 +219,10 @@ class Tuned:
             chosen["by_batch"] = _pairs(chosen["by_batch"], where)
         tuned = fields.parse(cls, table, where)
         rows, costs, rates = tuned.cost.rows, tuned.cost, tuned.acceptance
-        times = (*costs.ms, *costs.draft_ms)
-        right = (
-            all(0 <= ms < math.inf for ms in times)
-            and 0 not in costs.ms
-            and all(row >= 1 for row in rows)
-            and list(rows) == sorted(rows)
-        )
+        times = (*costs.ms, *costs.draft_ms, costs.draft_start_ms, costs.gap_ms)
+        right = all(0 <= ms < math.inf for ms in times) and 0 not in costs.ms and costs.context >= 0
+        right &= all(row >= 1 for row in rows) and list(rows) == sorted(rows)
         right &= len(costs.ms) == len(rows) and len(costs.draft_ms) in (0, len(rows))
-        right &= all(0 <= ms < math.inf for ms in (costs.draft_start_ms, costs.gap_ms)) and costs.context >= 0
         chances = (*rates.conditional_accept_rates, *rates.marginal_accept_rates)
         right &= all(0 <= chance <= 1.000001 for chance in chances) and 1 <= rates.mean_accept_length < math.inf
         right &= all(0 <= length <= MAX_DRAFT_TOKENS for _, length in tuned.chosen.by_batch)
@@ -239,9 +234,8 @@ class Tuned:
 def _pairs(table: Mapping[str, Any], where: str) -> tuple[tuple[int, int], ...]:
     """(first, length) pairs from rows like `3-8 = 2`. Raises ConfigError for other rows, and for gaps."""
     try:
-        rows = sorted(
-            (int(first), last, int(k)) for (first, _, last), k in ((x.partition("-"), k) for x, k in table.items())
-        )
+        parts = ((*x.partition("-"), k) for x, k in table.items())
+        rows = sorted((int(first), last, int(k)) for first, _, last, k in parts)
         whole = [int(last) + 1 for _, last, _ in rows[:-1]] == [first for first, _, _ in rows[1:]]
     except (ValueError, TypeError):
         whole = False

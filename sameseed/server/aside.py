@@ -71,8 +71,8 @@ class Aside:
         asked = frames.Render(*json.loads(frame.asked))
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
         try:
-            text: str = self._tokenizer.render_chat(opened(asked.messages), tools=asked.tools, options=asked.options)
-            return text
+            render = self._tokenizer.render_chat
+            return str(render(opened(asked.messages), True, asked.tools, asked.options, guarded=True))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 

@@ -90,12 +90,13 @@ class TextCodec:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
         if documents and "documents" not in template:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
-        return await self.encode(await self._render(asked, size), special)
+        text = await self._render(asked, size)
+        return await self.away(len(text), lambda: self.tokenizer.encode_chat(text, special))
 
     async def _render_here(self, asked: Render, size: int) -> str:
         messages, render = asked.messages, self.tokenizer.render_chat
         return await self.away(
-            INLINE + 1, lambda: render(limits.opened(messages), tools=asked.tools, options=asked.options)
+            INLINE + 1, lambda: render(limits.opened(messages), True, asked.tools, asked.options, guarded=True)
         )
 
     def name(self, token_id: int, begins: bool = False) -> str:
@@ -107,7 +108,6 @@ class TextCodec:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length."""
         return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def spelt(self, prompts: Seq[str | Seq[int]], skip_special_tokens: bool = False) -> list[str]:

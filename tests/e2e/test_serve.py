@@ -301,7 +301,7 @@ def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
 
 
 def test_chat(http: httpx.Client, llm: LLM) -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the sum 你好"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the<|end|> sum 你好"}]
     fields = {**SAMPLED, "messages": messages, "logprobs": True, "top_logprobs": 1}
     made = http.post("/v1/chat/completions", json=fields).json()
     alone = llm.chat(messages, SamplingParams(**SAMPLED)).text
