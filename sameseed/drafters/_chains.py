@@ -33,7 +33,6 @@ class ChainDrafter(Drafter):
 
         siblings: int = within(0, 0, MOST_SIBLINGS)
 
-    cuttable = True
     judges = True
     _said = False
 

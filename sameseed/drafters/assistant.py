@@ -35,7 +35,6 @@ class AssistantDrafter(Drafter):
         depth: int = within(8, 1, MAX_NODES)
 
     owns = "model"
-    cuttable = True
     judges = True
 
     def __init__(self, options: Options, model: Assistant, target: ModelRunner, policy: LengthPolicy) -> None:

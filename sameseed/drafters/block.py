@@ -65,7 +65,6 @@ class BlockDrafter(Reading, ChainDrafter):
         self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
         self.branches = self.branches_with(options)
-        self.cuttable = not self.branches
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> BlockDrafter:

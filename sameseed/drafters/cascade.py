@@ -38,7 +38,6 @@ class CascadeDrafter(Following):
 
     owns = "model"
     num_below = (1, 1)
-    cuttable = True
 
     def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
         self.options = options

@@ -42,7 +42,6 @@ class DraftModelDrafter(Following, ChainDrafter):
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self.writer = ChainWriter(runner, policy, self.followers.vocab_limit, options.siblings)
         self.branches = self.branches_with(options)
-        self.cuttable = not self.branches
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
 

@@ -60,7 +60,6 @@ class EagleDrafter(Reading):
                 raise ConfigError(f"beyond must be 'slide' or 'stop', got {self.beyond!r}")
 
     owns = "head"
-    cuttable = True
     judges = True
 
     def __init__(

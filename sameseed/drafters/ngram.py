@@ -28,8 +28,6 @@ class NgramDrafter(Drafter):
             if self.min_ngram > self.max_ngram:
                 raise ConfigError(f"min_ngram ({self.min_ngram}) must be at most max_ngram ({self.max_ngram})")
 
-    cuttable = True
-
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self._indexes: dict[int, _Index] = {}

@@ -65,7 +65,6 @@ class ParallelDrafter(Following, ChainDrafter):
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
         self.followers = Followers(runner, options.prefill_rows, vocab_size)
         self.branches = self.branches_with(options)
-        self.cuttable = not self.branches
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""

@@ -51,7 +51,6 @@ class SelfQuantDrafter(ChainDrafter):
         self.policy = policy
         self.writer = ChainWriter(self.runner, policy, runner.model.config.vocab_size, options.siblings)
         self.branches = self.branches_with(options)
-        self.cuttable = not self.branches
         self._guides: dict[int, Guide] = {}  # by request
 
     @classmethod

@@ -1,7 +1,7 @@
 """The settings of the grid: the speed that each promises, from costs and acceptance, and which settings run.
 
-Costs are measured without a text, and acceptance without a clock. Every setting of the grid is predicted from both, by
-the mean round; the race that follows decides.
+Passes are timed without a text, and a short run of each draft counts what is accepted (`trials.py`). Both predict every
+setting of the grid, by the mean round; the race that follows decides.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from sameseed.cost.round import Expected, PlaceRates, RoundCost, best, expected,
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
+from sameseed.engine.levels import Level
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.measure.bench import Bench, Run, run_batch
 from sameseed.measure.quality.data import take
 from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
-from sameseed.plan.acceptance import Replay
-from sameseed.plan.grid import Interval, Setting, TuneRequest, draft_specs, largest, lengths_of, named
-from sameseed.plan.replayer import Replayer
-from sameseed.plan.texts import Texts
+from sameseed.plan.grid import LONGEST, Interval, Setting, TuneRequest, draft_specs, lengths_of, named, sizes_of, tried
+from sameseed.plan.trials import Trial, TrialRun
 from sameseed.tuned import Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
 OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 PROBE = 16  # tokens of the text that says how fast plain decoding is
-REPLAYED = 12  # prompts along whose texts drafts are replayed; all in an exhaustive run
+TRIED = 12  # most prompts of a draft's trial
 NOTHING = PlaceRates((0.0,))
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
@@ -74,11 +73,12 @@ class TargetBench:
         self.settings = {**asked.settings, "format": form, "kv_format": kv_form, "max_num_seqs": max(asked.batches)}
         self._arms = {s.label: Arm(s.label, s.spec) for s in self._settings()}
         self.bench = Bench(asked.model, list(self._arms.values()), self.settings, load)
-        self.workload = self.bench.workload("tune", asked.prompts, asked.params)
-        self.jobs = [job for batch in self.workload.batches() for job in batch]
-        self.replays: dict[str, Replay] = {}  # by `Setting.way`
-        most = len(asked.fitted) if asked.exhaustive else REPLAYED
-        self.replayed = take(range(len(asked.fitted)), most)  # prompts along whose texts drafts are replayed
+        self.jobs, self.held_out = (
+            [job for batch in self.bench.workload("tune", prompts, asked.params).batches() for job in batch]
+            for prompts in (asked.prompts, asked.held_out)
+        )
+        self.trials: dict[str, Trial] = {}  # by `Setting.way`
+        self.tried = take(range(len(asked.prompts)), TRIED)  # numbers of the prompts of trials
         self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by `Setting.way` and threads
         self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
         self.mean_prompt = sum(len(prompt) for prompt, _ in self.jobs) / len(self.jobs)
@@ -116,34 +116,35 @@ class TargetBench:
 
         A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
         """
-        replayer = Replayer(self.asked.model, self.settings, max(self.asked.batches), self.bench.llm.engine.runner)
-        texts = self._texts(replayer, tell)
-        self.mean_tokens = sum(len(t.tokens) for t in texts) / len(texts)
         for i, spec in enumerate(self.specs):
             way = self._setting(spec, None).way
-            if time.perf_counter() > end:
+            if self.trials and time.perf_counter() > end:
                 lost.append(no_time(f"{way}, {self.name}", self.asked))
                 continue
-            tell(f"{self.name}: replaying {way}", i, len(self.specs))
-            self.replays[way] = replayer.replay(spec, texts, largest(spec))
+            tell(f"{self.name}: trying {way}", i, len(self.specs))
+            self.trials[way] = self._trial(spec)
         found = [p for threads in self.asked.threads for p in self._promised(threads, tell, end, lost)]
+        longest = max(len(prompt) for prompt, _ in self.jobs) + self.asked.params.max_tokens
         known: dict[str, int] = {}
         for prospect in found:
             way = prospect.candidate.way
             if way not in known:
                 config = make_config(prospect.candidate.spec, **self.settings)
                 demands = check_parts(resolve_model(self.asked.model), config).demands
-                blocks = -(-texts.longest // config.cache.block_size) * self.asked.looked_at[-1]
+                blocks = -(-longest // config.cache.block_size) * self.asked.looked_at[-1]
                 known[way] = sum(d.weights + d.states + blocks * d.block for d in demands)
             prospect.num_bytes = known[way]
         return found
 
-    def _texts(self, replayer: Replayer, tell: Tell) -> Texts:
-        few, its = self.replayed, self.workload
-        workload = replace(its, prompts=tuple(its.prompts[i] for i in few), stops=tuple(its.stops[i] for i in few))
-        stage = f"{self.name}: writing texts"
-        tell(stage, 0, 1)
-        return replayer.texts(workload, lambda done, total: tell(stage, done, total))
+    def _trial(self, spec: SpecConfig) -> Trial:
+        """Run a draft on a few prompts, as many at once as the largest batch."""
+        runs = {}
+        for one in tried(spec):
+            run = Run()
+            run_batch(self.engine(self._setting(one, self.asked.threads[0])), [self.jobs[i] for i in self.tried], run)
+            runs[one.num_draft_tokens] = TrialRun.of(run, bool(Level.of(spec).in_turn))
+            self.mean_tokens = run.num_tokens / len(run.completions)
+        return Trial(runs, LONGEST)
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
         """Measured costs of rounds with a draft; of drafters asked in turn, each one's proposals are measured alone."""
@@ -169,7 +170,7 @@ class TargetBench:
         its speed-up over plain decoding at that moment. Plain decoding itself takes its median over the moments.
         """
         plain = Prospect(self._setting(SpecConfig(), threads))
-        measured = [spec for spec in self.specs if self._setting(spec, None).way in self.replays]
+        measured = [spec for spec in self.specs if self._setting(spec, None).way in self.trials]
         found: list[tuple[SpecConfig, RoundCost]] = []
         for i, spec in enumerate(measured):
             tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
@@ -196,14 +197,14 @@ class TargetBench:
 
     def promised(self, spec: SpecConfig, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
         """Predict all lengths of a draft with `cost`, prompts included, by the tokens/s predicted for `plain`."""
-        found, replay = [], self.replays[self._setting(spec, None).way]
+        found, trial = [], self.trials[self._setting(spec, None).way]
         for one in lengths_of(spec):
-            prospect, most = Prospect(self._setting(one, threads)), one.num_draft_tokens
+            prospect = Prospect(self._setting(one, threads))
             for batch in self.asked.batches:
-                k = most
+                k = one.num_draft_tokens
                 if one.policy == "goodput":
-                    k = best(cost, replay, [s for s in replay.sizes if s <= most], batch, self.context)[0]
-                x = prospect.rounds[batch] = expected(cost, replay, k, batch, self.context)
+                    k = best(cost, trial, sizes_of(spec), batch, self.context)[0]
+                x = prospect.rounds[batch] = expected(cost, trial, k, batch, self.context)
                 before, after = (batch * cost.prompt(self.mean_prompt, use) for use in (False, k > 0))
                 speedup = x.whole(before, after, self.mean_tokens)
                 prospect.tokens_per_s[batch] = speedup * plain.tokens_per_s[batch]
@@ -214,9 +215,8 @@ class TargetBench:
         """The setting's own length, or those that goodput would choose, as (first batch, length) rows."""
         if setting.spec.policy != "goodput":
             return () if setting.plain else ((1, setting.spec.num_draft_tokens),)
-        replay, cost = self.replays[setting.way], self.costs[setting.way, setting.threads]
-        sizes = [s for s in replay.sizes if s <= setting.spec.num_draft_tokens]
-        rows = lengths_by_batch(cost, replay, sizes, max(self.asked.batches), self.context)
+        trial, cost = self.trials[setting.way], self.costs[setting.way, setting.threads]
+        rows = lengths_by_batch(cost, trial, sizes_of(setting.spec), max(self.asked.batches), self.context)
         return tuple((first, k) for first, _, k in rows)
 
 

@@ -13,11 +13,12 @@ from sameseed.engine.levels import Level, drafter_class, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.plan.acceptance import sizes_up_to
 from sameseed.request import SamplingParams
 
 OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
-LONGEST, MOST_NODES = 8, 32  # draft tokens of the longest chain, and nodes of the largest tree, in the grid
+LENGTHS = (1, 2, 3, 4, 6, 8)  # draft tokens of chains
+NODES = (4, 8, 16, 32)  # nodes of trees; of chains with leaves at most twice a chain's
+LONGEST = LENGTHS[-1]
 CHAIN: Mapping[str, object] = {"top_k": 1, "depth": LONGEST}  # options that make a head's trees a chain
 LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a model's chains
 
@@ -61,8 +62,8 @@ class TuneRequest:
     `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
     geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
     `quality`: upper limit of a format's perplexity over the checkpoint's, on `quality_tokens` tokens of `quality_text`.
-    `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `exhaustive`: every setting
-    runs, however long that takes.
+    `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `held_out`: further prompts,
+    which choose nothing and judge the choice afterwards.
     """
 
     model: str
@@ -81,7 +82,7 @@ class TuneRequest:
     quality_text: str = ""
     quality_tokens: int = 2048
     seconds: float = 120.0
-    exhaustive: bool = False
+    held_out: tuple[Prompt, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of LLM: backend, device
 
     def __post_init__(self) -> None:
@@ -99,8 +100,6 @@ class TuneRequest:
             raise ConfigError(f"--seconds {self.seconds:g} is too short to load and measure anything; give 30 or more")
         if not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
-        if self.exhaustive and (self.objective in ("ttft", "memory") or len(self.prompts) < 4):
-            raise ConfigError("regret is of speed, on half of the prompts: give four or more, another objective")
 
     @property
     def looked_at(self) -> tuple[int, ...]:
@@ -108,15 +107,6 @@ class TuneRequest:
         if self.objective == "balanced":
             return self.batches
         return (max(self.batches) if self.objective in ("throughput", "memory") else min(self.batches),)
-
-    @property
-    def fitted(self) -> tuple[Prompt, ...]:
-        """The prompts by which settings are chosen: all, or the first half where the others measure regret."""
-        return self.prompts[: (len(self.prompts) + 1) // 2] if self.exhaustive else self.prompts
-
-    def alternating(self) -> TuneRequest:
-        """The request with every other prompt in the first half: files list their domains one after the other."""
-        return replace(self, prompts=(*self.prompts[::2], *self.prompts[1::2]))
 
 
 @dataclass(frozen=True)
@@ -226,20 +216,22 @@ def draft_specs(asked: TuneRequest) -> list[SpecConfig]:
     return [spec for spec in found if spec.method != "none"]
 
 
-def largest(spec: SpecConfig) -> int:
-    """Size of the largest draft that is replayed: tokens of a chain, nodes of a tree."""
-    return max(_most(spec), GOODPUT_DRAFT_TOKENS)
-
-
-def _most(spec: SpecConfig) -> int:
-    """Tokens of the longest chain, or nodes of the largest tree, in the grid."""
+def sizes_of(spec: SpecConfig) -> tuple[int, ...]:
+    """Draft tokens of a chain, or nodes of a tree, in the grid."""
     if not Level.of(spec).branches:
-        return LONGEST
-    return 2 * LONGEST if _has(spec, LEAVES) else MOST_NODES
+        return LENGTHS
+    return tuple(n for n in NODES if n <= 2 * LONGEST or not _has(spec, LEAVES))
 
 
 def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
     """A draft at every length (nodes of a tree), and with the goodput policy."""
-    sizes = sizes_up_to(_most(spec))
-    fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes]
+    fixed = [replace(spec, num_draft_tokens=k, policy="fixed") for k in sizes_of(spec)]
     return [*fixed, replace(spec, num_draft_tokens=GOODPUT_DRAFT_TOKENS, policy="goodput")]
+
+
+def tried(spec: SpecConfig) -> list[SpecConfig]:
+    """A draft at the lengths of its trial: a chain's longest, or all sizes of a tree."""
+    sizes = sizes_of(spec)
+    return [
+        s for s in lengths_of(spec)[:-1] if s.num_draft_tokens in (sizes if Level.of(spec).branches else sizes[-1:])
+    ]

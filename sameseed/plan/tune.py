@@ -1,15 +1,15 @@
 """Tuning: chooses the draft, the formats and the draft length for one model, machine and workload.
 
-Every setting of the grid is predicted (`candidates.py`), from measured costs and replayed acceptance. The best, and
-plain decoding always, run in turns on real prompts (`race.py`). The winner is chosen, and written down with its
-predicted and its measured figures.
+Every setting of the grid is predicted (`candidates.py`), from measured costs and short runs of each draft. The best,
+and plain decoding always, run interleaved on the prompts (`race.py`). The winner is written down with its predicted and
+its measured figures.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -20,19 +20,18 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
-from sameseed.plan.acceptance import Replay
 from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, no_time, survivors
-from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of
-from sameseed.plan.race import Aim, Contestant, anew, first_rung, race, ratio
+from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of, tried
+from sameseed.plan.race import Aim, Contestant, Job, anew, first_rung, race, ratio
+from sameseed.plan.trials import Trial
 from sameseed.report import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
 
-Judge = Callable[[list[Contestant], list[Prospect], TuneRequest, Tell], list[Contestant]]
 MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
 # The smallest tuning: seconds that costs of a draft take at a small model (`measure_engine`), and texts: two prompts
-# generated, replayed and run by plain decoding and one draft, with warm-ups, and passes of the costs at a large model.
+# of a trial, run by plain decoding and one draft, with warm-ups, and passes of the costs at a large model.
 START, LEAST_TEXTS = 4.0, 13
-REPLAY_SHARE = 0.25  # share of the time left within which texts are generated and drafts are replayed
+TRIAL_SHARE = 0.25  # share of the time left for trials
 RACE_SHARE = 0.9  # share of the time left for the race
 
 
@@ -42,20 +41,22 @@ class TuneOutcome:
 
     `prospects`: all that were predicted; `lost`: what could not be tried, and why; `differing`: labels of settings
     whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
-    perplexity ratios by formats. `missed`: the bounds that even the best does not keep.
+    perplexity ratios by formats. `missed`: the bounds that even the best does not keep. `held_out`: all settings, to
+    run on the prompts held out.
     """
 
     asked: TuneRequest
     order: list[Contestant]
     plain: Contestant
     prospects: list[Prospect]
-    replays: Mapping[str, Replay]
+    trials: Mapping[str, Trial]
     lost: list[Loser]
     differing: list[str]
     seconds: float
     quality: quality.Ratios = field(default_factory=dict)
     missed: str | None = None
     by_batch: tuple[tuple[int, int], ...] = ()  # (first batch, length) rows of the chosen draft
+    held_out: Seq[Contestant] = ()
 
     @property
     def best(self) -> Contestant:
@@ -81,52 +82,50 @@ def tune(
     asked: TuneRequest,
     load: Callable[..., Any],
     tell: Tell = lambda stage, done, total: None,
-    judge: Judge | None = None,
 ) -> TuneOutcome:
-    """Measure, predict, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried.
-
-    `judge` orders all contestants of an exhaustive run, the best first; unset: a race within the seconds left.
-    """
+    """Measure, predict, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried."""
     start, threads = time.perf_counter(), ops.num_threads()
-    asked = asked.alternating() if asked.exhaustive else asked
     lost: list[Loser] = []
     try:
-        end = math.inf if asked.exhaustive else start + MEASURE_SHARE * asked.seconds
+        end = start + MEASURE_SHARE * asked.seconds
         targets = load_targets(asked, load, tell, lost, end)
-        if not asked.exhaustive:
-            asked = _within(asked, targets, time.perf_counter() - start, lost)
+        asked = _within(asked, targets, time.perf_counter() - start, lost)
         known: quality.Ratios = {}
         if any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
         prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
         wanted = survivors([p for _, p in prospects], asked)
-        runners = [_contestant(t, p) for t, p in prospects if asked.exhaustive or p in wanted]
-        if not asked.exhaustive:
-            tokens = max(target.mean_tokens for target in targets)
-            left = asked.seconds - (time.perf_counter() - start)
-            runners, asked = affordable(runners, asked, tokens, left, lost)
+        runners = [_contestant(t, p, t.jobs) for t, p in prospects if p in wanted]
+        tokens = max(target.mean_tokens for target in targets)
+        left = asked.seconds - (time.perf_counter() - start)
+        runners, asked = affordable(runners, asked, tokens, left, lost)
         for c in runners:  # warm-up of caches, pages and threads
             few = range(min(*asked.batches, len(asked.prompts)))
             anew(c).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
-        if judge is None:
-            order = race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell)
-        else:
-            order = judge(runners, wanted, asked, tell)
+        order = race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell)
     finally:
         ops.set_num_threads(threads)
     plain = next(c for c in runners if c.plain)
-    replays = {name: found for target in targets for name, found in target.replays.items()}
-    seconds = time.perf_counter() - start
-    every, missed = [p for _, p in prospects], Aim.of(asked).missed(order[0])
-    lengths = next(target.lengths(p.candidate) for target, p in prospects if p is order[0].prospect)
-    differing = _differing(runners)
-    return TuneOutcome(asked, order, plain, every, replays, lost, differing, seconds, known, missed, lengths)
+    return TuneOutcome(
+        asked,
+        order,
+        plain,
+        prospects=[p for _, p in prospects],
+        trials={way: trial for target in targets for way, trial in target.trials.items()},
+        lost=lost,
+        differing=differing(runners),
+        seconds=time.perf_counter() - start,
+        quality=known,
+        missed=Aim.of(asked).missed(order[0]),
+        by_batch=next(target.lengths(p.candidate) for target, p in prospects if p is order[0].prospect),
+        held_out=[_contestant(t, p, t.held_out) for t, p in prospects],
+    )
 
 
 def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: list[Loser]) -> TuneRequest:
-    """The request scaled to its seconds, before anything is measured but one text: batch sizes and replayed prompts.
+    """The request scaled to its seconds, before anything is measured but one text: batch sizes and prompts of trials.
 
     Raises ConfigError with the least seconds that do where not even the smallest tuning fits after loading.
     """
@@ -144,9 +143,9 @@ def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: 
         small = replace(small, batches=tuple(b for b in small.batches if b != max(small.batches)))
     for target in targets:
         target.asked = small
-        each = text * (1 + len(target.specs)) / max(small.batches)  # a text is generated, then each draft replays it
-        num_prompts = max(2, min(len(target.replayed), int(REPLAY_SHARE * left / len(targets) / each)))
-        target.replayed = take(target.replayed, num_prompts)
+        each = text * sum(len(tried(spec)) for spec in target.specs) / max(small.batches)  # all trials of a prompt
+        num_prompts = max(2, min(len(target.tried), int(TRIAL_SHARE * left / len(targets) / max(each, 1e-9))))
+        target.tried = take(target.tried, num_prompts)
     return small
 
 
@@ -179,14 +178,14 @@ def affordable(
     return [c for c in runners if c in found], asked
 
 
-def _contestant(target: TargetBench, prospect: Prospect) -> Contestant:
-    def jobs(batch: int, members: Any) -> list[Any]:
-        return [target.jobs[i] for i in members]
+def _contestant(target: TargetBench, prospect: Prospect, jobs: Seq[Job]) -> Contestant:
+    return Contestant(
+        prospect, lambda: target.engine(prospect.candidate), lambda batch, members: [jobs[i] for i in members]
+    )
 
-    return Contestant(prospect, lambda: target.engine(prospect.candidate), jobs)
 
-
-def _differing(runners: list[Contestant]) -> list[str]:
+def differing(runners: Seq[Contestant]) -> list[str]:
+    """Labels of settings whose outputs differ from those of plain decoding in their format."""
     found = []
     for c in runners:
         plain = next((p for p in runners if p.plain and p.prospect.candidate.target == c.prospect.candidate.target), c)
@@ -207,7 +206,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     }
     measured = {name.format(b): _figure(found.speedup(best, b)) for b in batches}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
-    replay = found.replays.get(setting.way)
+    trial = found.trials.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
     return Tuned(
         machine=machine if setting.threads is None or machine.gpu else replace(machine, threads=setting.threads),
@@ -228,7 +227,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
         predicted=predicted,
         measured=measured,
         quality={} if ratios is None else {"perplexity_ratio": _figure(ratios)},
-        acceptance=AcceptRates() if replay is None else _rates(replay, spec.num_draft_tokens),
+        acceptance=AcceptRates() if trial is None else trial.rates(spec.num_draft_tokens),
         rejected=tuple(losers(found)),
         date=record.now(),
         commit=record.commit(),
@@ -254,12 +253,6 @@ def _scope(found: TuneOutcome) -> Scope:
         tuple(sorted(asked.batches)),
         max(prompts) + max(tokens),
     )
-
-
-def _rates(replay: Replay, num_draft_tokens: int) -> AcceptRates:
-    rates = replay.rates(min(num_draft_tokens, max(replay.sizes)))
-    given = rates.conditional_accept_rates, rates.marginal_accept_rates, rates.mean_accept_length
-    return AcceptRates(*given, num_samples=rates.num_rounds)
 
 
 def losers(found: TuneOutcome) -> list[Loser]:

@@ -135,7 +135,6 @@ class Drafter:
     owns: ClassVar[Owned] = ""  # the model of its own that `build` gets; "target": the target in another format
     inside: ClassVar[bool] = False  # is its head inside the target's checkpoint?
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters below it
-    cuttable = False  # is a draft of k tokens the first k (of a tree: likeliest k) of a longer draft?
     at_once: ClassVar[bool] = False  # does its model write a whole draft in one pass?
     judges: ClassVar[bool] = False  # does it compute token probabilities, so that `confidence` can end its drafts?
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and a text's length limits the depth only

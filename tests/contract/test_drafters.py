@@ -15,7 +15,6 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError
 from sameseed.lengths.confidence import ConfidenceLength
-from sameseed.plan.acceptance import confidence_of, ranked
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, goes_ahead, parse_options
@@ -141,19 +140,6 @@ def test_propose_leaves_the_sequences_alone(engine: Engine, name: str) -> None:
     again = engine.drafter.propose(seqs, [6] * 6)
     assert first.tokens.tolist() == again.tokens.tolist(), "asked again, it guesses the same"
     assert first.parents.tolist() == again.parents.tolist()
-
-
-def test_a_draft_that_can_be_cut_is_what_a_shorter_one_would_be(engine: Engine, name: str) -> None:
-    if not engine.drafter.cuttable:
-        pytest.skip(f"{name} says that its short drafts may be others than its long ones")
-    seqs = some_sequences()
-    for _ in rounds(engine, seqs, [6] * len(seqs)):
-        whole = engine.drafter.propose(seqs, [6] * len(seqs))
-        for k in (1, 2, 4):
-            short = engine.drafter.propose(seqs, [k] * len(seqs))
-            keep = [sorted(ranked(whole.nodes(b)[1], confidence_of(whole, b))[:k]) for b in range(len(seqs))]
-            cut = whole.kept(keep)
-            assert [cut.nodes(b) for b in range(len(seqs))] == [short.nodes(b) for b in range(len(seqs))]
 
 
 def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,27 @@ def test_a_file_that_was_changed_is_no_file(
         changed = {**stored, "a": np.arange(1, 4)}
     np.savez(file, **changed)
     assert store.read("kind", "key") is None and "digest" in caplog.text
+
+
+def test_where_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.cache_folder() == tmp_path / "sameseed"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert store.cache_folder() == Path.home() / ".cache" / "sameseed"
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file"))
+    store.write("kind", "key", {"a": np.arange(3)})
+    assert store.VARIABLE in caplog.text and store.read("kind", "key") is None
+
+
+def test_a_digest_of_weights_is_that_of_a_copy(tmp_path: Path, pair_folders: tuple[Path, Path]) -> None:
+    keys = [store.weights_key(folder) for folder in pair_folders]
+    assert keys[0] != keys[1]
+    shutil.copytree(pair_folders[0], tmp_path / "copy")
+    assert store.weights_key(tmp_path / "copy") == keys[0]

@@ -1,8 +1,8 @@
-"""Regret: runs all settings, and tells how far a choice made on half of the prompts is behind the best.
+"""Regret: how far a choice of `tune`, made on half of the prompts, is behind the best setting on the other half.
 
-The best is that of the other half, in hindsight. Hundreds of settings are nearly equal, so the first of them is lucky:
-the first few run again, with the choice, and only these later runs count. Beside the choice stand three usual ones, and
-how far off the predictions were on prompts that no prediction saw.
+All settings run on the other half. Many are nearly equal, so the first of them is lucky: the first few run again, with
+the choice, and only these later runs count. Beside the choice stand three usual ones, and how far off the predictions
+were on prompts that no prediction saw.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from sameseed.plan.candidates import Prospect, Tell
+from sameseed.plan.candidates import Tell
 from sameseed.plan.grid import Interval, TuneRequest
 from sameseed.plan.race import Aim, Contestant, anew, race, ratio
+from sameseed.plan.tune import TuneOutcome, differing
 from sameseed.report import record
 from sameseed.report.schemas import TUNE_SCHEMA
 
@@ -51,10 +52,11 @@ class PredictionError:
 
 @dataclass(frozen=True)
 class Regret:
-    """Results of an exhaustive run. `baselines`: "plain", "longest acceptance", and "k = 4" with that draft.
+    """How far the choice is behind. `baselines`: "plain", "longest acceptance", and "k = 4" with that draft.
 
     `best` and all shares come from `repeats` runs of the finalists. `settings`: for each its label and, by batch size,
-    predicted and measured speed-up (value, low, high), from one run.
+    predicted and measured speed-up (value, low, high), from one run. `differing`: settings whose outputs differ from
+    plain decoding's.
     """
 
     repeats: int
@@ -63,6 +65,7 @@ class Regret:
     baselines: dict[str, Behind]
     errors: PredictionError
     settings: list[dict[str, Any]]
+    differing: list[str]
 
     def as_record(self, asked: TuneRequest, seconds: float) -> dict[str, Any]:
         """The record of this run, one line of a file of records."""
@@ -71,8 +74,8 @@ class Regret:
             "model": record.model_name(asked.model),
             **{name: list(v) if isinstance(v := getattr(asked, name), tuple) else v for name in names},
             "drafts": [" ".join(record.model_name(word) for word in text.split()) for text in asked.drafts],
-            "num_prompts": len(asked.prompts),
-            "domains": sorted({p.domain for p in asked.prompts if p.domain}),
+            "num_prompts": len(asked.prompts) + len(asked.held_out),
+            "domains": sorted({p.domain for p in (*asked.prompts, *asked.held_out) if p.domain}),
             "max_tokens": asked.params.max_tokens,
             "temperature": asked.params.temperature,
             "seed": asked.params.seed,
@@ -80,57 +83,12 @@ class Regret:
         return {**record.origin(TUNE_SCHEMA), "config": config, "seconds": seconds, **asdict(self)}
 
 
-@dataclass
-class _Recorded(Contestant):
-    """A contestant that has run already: running it again replays what was measured then."""
-
-    source: Contestant | None = None
-
-    def warm(self, batch: int, members: Seq[int]) -> None:
-        pass
-
-    def run(self, batch: int, members: Seq[int]) -> None:
-        assert self.source is not None
-        for name, count in (("tokens", 1), ("seconds", 1), ("ttft", len(members)), ("itl", len(members))):
-            own, its = getattr(self, name).setdefault(batch, []), getattr(self.source, name)[batch]
-            own += its[len(own) : len(own) + count]
-
-
-class Judge:
-    """Takes the place of `tune`'s race; `regret` is known once it has judged."""
-
-    regret: Regret
-
-    def __call__(
-        self, runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
-    ) -> list[Contestant]:
-        order, self.regret = regrets(runners, wanted, asked, tell)
-        return order
-
-
-def regrets(
-    runners: Seq[Contestant], wanted: Seq[Prospect], asked: TuneRequest, tell: Tell
-) -> tuple[list[Contestant], Regret]:
-    """Run all settings on both halves of the prompts; `wanted`: those among which a race chooses, on the first half.
-
-    Returns all contestants, the chosen one first, the others by rank on the first half, and the regret.
-    """
-    aim, half = Aim.of(asked), len(asked.fitted)
-    race(runners, half, asked.batches, math.inf, aim, tell, all_run=True)
-
-    def held_out(c: Contestant) -> Contestant:
-        jobs = lambda batch, members: c.jobs(batch, [half + i for i in members])  # noqa: E731
-        return replace(anew(c), jobs=jobs)
-
-    held = [held_out(c) for c in runners]
-    race(held, len(asked.prompts) - half, asked.batches, math.inf, aim, tell, all_run=True)
-    for c, other in zip(runners, held, strict=True):
-        c.texts |= {(batch, half + i): text for (batch, i), text in other.texts.items()}
-    recorded = [_Recorded(c.prospect, c.engine, c.jobs, source=c) for c in runners if c.prospect in wanted]
-    first = race(recorded, half, asked.batches, math.inf, aim)[0]
-    order = aim.ranked(runners)
-    order.sort(key=lambda c: c is not getattr(first, "source", None))
-    chosen = next(c for c in held if c.prospect is order[0].prospect)
+def regret(outcome: TuneOutcome, tell: Tell) -> Regret:
+    """Run all settings on the prompts held out, then the first of them again with the choice and usual choices."""
+    asked, aim = outcome.asked, Aim.of(outcome.asked)
+    held, count = list(outcome.held_out), len(outcome.asked.held_out)
+    race(held, count, asked.batches, math.inf, aim, tell, all_run=True)
+    chosen = next(c for c in held if c.prospect is outcome.best.prospect)
     usual = usual_choices(held, asked)
     finals: list[Contestant] = []
     for c in (*aim.ranked(held)[:FINALISTS], chosen, *usual.values()):
@@ -138,8 +96,8 @@ def regrets(
     shuffled, rng = list(finals), random.Random(0)
     for _ in range(REPEATS):
         rng.shuffle(shuffled)  # what runs before a setting affects it
-        race(shuffled, len(asked.prompts) - half, asked.batches, math.inf, aim, tell, all_run=True)
-    return order, compare(held, finals, chosen, usual, asked)
+        race(shuffled, count, asked.batches, math.inf, aim, tell, all_run=True)
+    return compare(held, finals, chosen, usual, asked)
 
 
 def usual_choices(held: Seq[Contestant], asked: TuneRequest) -> dict[str, Contestant]:
@@ -180,7 +138,15 @@ def compare(
         for c, its in zip(drafting, pairs, strict=True)
     ]
     baselines = {name: behind(c) for name, c in usual.items()}
-    return Regret(REPEATS, best.label, behind(chosen), baselines, _errors([x for its in pairs for x in its]), rows)
+    return Regret(
+        REPEATS,
+        best.label,
+        behind(chosen),
+        baselines,
+        _errors([x for its in pairs for x in its]),
+        rows,
+        differing(held),
+    )
 
 
 def _errors(pairs: Seq[tuple[Interval, Interval]]) -> PredictionError:

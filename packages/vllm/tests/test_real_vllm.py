@@ -20,8 +20,6 @@ from fixtures_vllm import real_pythons, stream
 
 from sameseed import LLM, SamplingParams
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
-from sameseed.plan.replay import replay
-from sameseed.plan.texts import Text, Texts
 from sameseed_vllm.draft import model_path
 from sameseed_vllm.environments import look
 
@@ -98,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ngram": {}, "suffix": {}, "embedded-draft
 def test_a_draft_is_worth_there_what_it_is_worth_here(
     draft: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Tokens per round with a draft: vLLM's rate, and the rate of our drafter on the texts that vLLM wrote.
+    """Tokens per round with a draft: vLLM's rate and ours, on the same prompts.
 
     Drafts with weights must agree. Other figures are only recorded: of equal n-grams vLLM copies the first one and we
     copy the last one, and suffix trees have different limits.
@@ -107,21 +105,22 @@ def test_a_draft_is_worth_there_what_it_is_worth_here(
         pytest.skip("vLLM's suffix decoding needs the package arctic-inference, which is not there")
     llm = LLM("embedded", draft, draft_options=OPTIONS[draft], num_draft_tokens=3, policy="fixed", max_num_seqs=8)
     params = SamplingParams(max_tokens=96, ignore_eos=True, seed=0)
-    texts, rounds, accepted = [], 0, 0
+    prompts, rounds, accepted = [], 0, 0
     with real("--draft", draft, "--k", "3") as (_, http):
         for prompt in read_prompts(DEFAULT_PROMPTS, 33):
             ids = llm.tokenizer.encode(prompt.said)
             body = {"prompt": ids, **GREEDY, "max_tokens": 96, "return_token_ids": True}
             answer = http.post("/v1/completions", json=body).json()
-            texts.append(Text(tuple(ids), tuple(answer["choices"][0]["token_ids"]), params, 0))
+            prompts.append(ids)
             told = answer["metrics"]["speculative_decoding"]
             rounds, accepted = rounds + told["num_spec_steps"], accepted + told["num_accepted_draft_tokens"]
     theirs = 1.0 + accepted / rounds
-    ours = replay(llm.engine, llm.config.spec, Texts(tuple(texts)), 3).rates(3).mean_acceptance_length
+    counts = [c.metrics.spec for c in llm.generate(prompts, params)]
+    ours = 1.0 + sum(m.num_accepted_tokens for m in counts) / sum(m.num_drafts for m in counts)
     record_property("tokens a round there and here", f"{theirs:.4f}, {ours:.4f}")
     assert accepted > 0
     if llm.config.spec.model:
-        assert theirs / ours == pytest.approx(1.0, abs=0.02)
+        assert theirs / ours == pytest.approx(1.0, abs=0.05)  # a near-tie may change an output
 
 
 def test_two_nodes_without_ray() -> None:

@@ -1,29 +1,18 @@
-"""Costs of rounds and what drafts then bring: by hand, from a profile, from replayed texts."""
+"""Costs of rounds and what drafts then bring: by hand, from a profile, from another engine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-from lawkit import random_prompts
 
-from sameseed import store
-from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import PAYS, Gap, ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.cost.running import EngineCost
-from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
-from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.costs import Cost as Point, Profile
 from sameseed.measure.limits import Limits
-from sameseed.measure.workload import Workload
-from sameseed.plan.acceptance import Replay
 from sameseed.plan.engines import EngineCosts, EnginePass, EnginePrompt
-from sameseed.plan.replayer import Replayer
-from sameseed.request import SamplingParams
 
 COST = RoundCost(Curve([(1, 1.0), (3, 2.0)], 64, per_token=0.01, per_row=0.001), (), Gap(0.1, 0.2))
 DRAFT = Curve([(1, 0.1), (2, 0.2)])
@@ -96,35 +85,3 @@ def test_costs_of_a_profile_and_of_another_engine() -> None:
     other = EngineCosts("vllm", passes, prompts=(EnginePrompt(100, 50.0),), gap_ms=1.0).cost()
     assert other.target(3, 1) == pytest.approx(0.0103) and other.target(80, 16) == pytest.approx(0.018)
     assert other.prompt(100) == pytest.approx(0.05) and other.gap(1, True) == pytest.approx(0.001)
-
-
-def test_a_replay_s_mean_round_by_hand() -> None:
-    column = np.array([[2], [1], [0], [0], [1], [0]], np.int16)
-    nodes = np.array([[2], [2], [2], [0], [2], [2]], np.int16)
-    texts = Replay((2,), np.array([0, 4, 6]), column, nodes, nodes[:, :, None])
-    found = texts.drafted(2)  # rounds at 0 (2 of 2) and 3 (none) of the first text, at 4 (1 of 2) of the second
-    assert (found.accepted, found.rows) == (1.0, pytest.approx(4 / 3))
-    assert found.levels == ((pytest.approx(2 / 3), 2.0),)
-    with pytest.raises(ConfigError, match="replayed"):
-        texts.drafted(3)
-
-
-def test_a_replay_s_mean_round_is_an_engine_s(
-    pair_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
-    target, draft = map(str, pair_folders)
-    prompts = (*map(tuple, random_prompts(4)), (7, 8, 9, 7, 8, 9))
-    workload = Workload("test", prompts, SamplingParams(max_tokens=24, temperature=0.8, seed=2), 1)
-    replayer = Replayer(target)
-    replay = replayer.replay(SpecConfig("draft_model", draft), replayer.texts(workload), 4)
-    for size in (1, 3):
-        spec = SpecConfig("draft_model", draft, num_draft_tokens=size)
-        config = Replayer(target, {"max_model_len": 256}, 1).config
-        engine, run = build_engine(target, replace(config, spec=spec)), Run()
-        for batch in workload.batches():
-            run_batch(engine, batch, run)
-        m, found = run.metrics, replay.drafted(size)
-        decided = m.num_rounds - len(prompts)
-        assert found.accepted == pytest.approx(m.num_accepted_tokens / decided)
-        assert found.rows == pytest.approx(m.num_draft_tokens / decided)

@@ -50,7 +50,6 @@ def test_bad_requests() -> None:
         ({"threads": (0,)}, "1 or more"),
         ({"seconds": 1.0}, "give 30"),
         ({"quality": 0.9}, "e.g. 1.02"),
-        ({"exhaustive": True, "prompts": PROMPTS[:2]}, "four or more"),
     ):
         with pytest.raises(ConfigError, match=says):
             asked(**given)
@@ -221,12 +220,14 @@ def test_what_is_best_is_what_was_aimed_at(aim: Aim, winner: str) -> None:
 
 
 def test_a_small_budget_is_refused_before_anything_is_measured() -> None:
-    slow: Any = SimpleNamespace(seconds_of_text=lambda: 2.0, specs=[1], replayed=list(range(12)), asked=None)
+    slow: Any = SimpleNamespace(
+        seconds_of_text=lambda: 2.0, specs=[SpecConfig("ngram")], tried=list(range(12)), asked=None
+    )
     with pytest.raises(ConfigError, match="--seconds 60 or more"):
         tune._within(asked(seconds=40.0), [slow], 15.0, [])
     lost: list[Loser] = []
     small = tune._within(asked(seconds=60.0), [slow], 10.0, lost)
-    assert small.batches == (1,) and "batch 4" in lost[0].settings["setting"] and len(slow.replayed) == 3
+    assert small.batches == (1,) and "batch 4" in lost[0].settings["setting"] and len(slow.tried) == 6
 
 
 def test_a_small_budget_takes_fewer_settings_and_prompts() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from sameseed.cli.options import option, parse
 from sameseed.cli.tune import TuneArgs
+from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
     from sameseed_lab.regret import Regret
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegretArgs(TuneArgs):
-    """Run every setting that `tune` would weigh: half of the prompts to choose, half to check how good the choice was.
+    """Tune on half of the prompts, then run every setting on the other half: how good was the choice?
 
-    The flags are those of `tune`, but time is not limited and no profile is written.
+    The flags are those of `tune`; --seconds limits the choice, not what follows. No profile is written.
     """
 
     records: Annotated[Path | None, option("FILE")] = None  # append the result here
@@ -32,20 +33,25 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.tune import load, requested, show
     from sameseed.plan.tune import as_tuned, tune
     from sameseed.report import record
-    from sameseed_lab.regret import Judge
+    from sameseed_lab.regret import regret
 
-    asked, judge = replace(requested(args), exhaustive=True), Judge()
+    asked = requested(args)
+    if asked.objective in ("ttft", "memory") or len(asked.prompts) < 4:
+        raise ConfigError("regret is of speed, on half of the prompts: give at least four, and another --objective")
+    # Every other prompt: files list their domains one after the other.
+    asked = replace(asked, prompts=asked.prompts[::2], held_out=asked.prompts[1::2])
     records = record.destination(args.records, "tune")
     with stages(f"tuning {args.model}", args.json) as tell:
-        outcome = tune(asked, load, tell, judge)
-    line = judge.regret.as_record(asked, outcome.seconds)
+        outcome = tune(asked, load, tell)
+        found = regret(outcome, tell)
+    line = found.as_record(asked, outcome.seconds)
     keep([line], records, False)
     if args.json:
         print(json.dumps(line))
     else:
         show(outcome, as_tuned(outcome))
-        _show(judge.regret)
-    return 1 if outcome.differing else 0
+        _show(found)
+    return 1 if outcome.differing or found.differing else 0
 
 
 def _show(regret: Regret) -> None:
