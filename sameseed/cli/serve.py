@@ -21,7 +21,6 @@ class VllmFlags:
     vllm_args: Annotated[str, option("FLAGS")] = ""  # vLLM's own flags, e.g. --vllm-args='--enforce-eager'
     tensor_parallel_size: int = 1  # vllm: GPUs that share each layer
     pipeline_parallel_size: Annotated[int | None, option("N")] = None  # vllm: groups of layers; unset: one per node
-    replicas: int = 1  # vllm: how many on this machine; a request goes where its prefix was computed before
     nodes: int = 1  # vllm: nodes of a Ray cluster, which must be running
     batch_invariant: bool = False  # vllm: texts do not depend on the batch; slower, only on GPUs
 
@@ -66,7 +65,7 @@ def run(argv: Seq[str], prog: str) -> int:
     given = [f.name for f in fields(VllmFlags) if getattr(args, f.name) != f.default]
     if given:
         raise ConfigError(
-            "several GPUs, nodes or replicas, --batch-invariant and --vllm-... flags are for --engine vllm; give that, "
+            "several GPUs or nodes, --batch-invariant and --vllm-... flags are for --engine vllm; give that, "
             "or leave them"
         )
     return serve(engine.model, engine.settings, config)

@@ -44,12 +44,11 @@ OnFailure = Callable[[str], None]
 
 
 class Served(NamedTuple):
-    """The parts of a server. `renew`: starts a rolling restart on SIGHUP; None without several replicas."""
+    """The parts of a server."""
 
     client: Backend
     app: ASGIApp
     gate: Gate
-    renew: Callable[[], None] | None = None
 
 
 class _Server(uvicorn.Server):
@@ -89,7 +88,7 @@ class Runner:
         self._failure: str | None = None
         self._served = False
         self._drain: asyncio.Task[None] | None = None
-        self._client, app, self._gate, self._renew = make(self._failed)
+        self._client, app, self._gate = make(self._failed)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -163,7 +162,7 @@ class Runner:
             self._server.should_exit = True
 
     def reload(self) -> None:
-        """Read API keys and certificates again, and replace several replicas one after another (SIGHUP)."""
+        """Read API keys and certificates again (SIGHUP)."""
         config = self._config
         try:
             config.keys.reload()
@@ -175,8 +174,6 @@ class Runner:
             log.error("SIGHUP: %s; the API keys and certificates in use stay", error)
         else:
             log.info("reloaded", extra={"keys": len(config.keys)})
-        if self._renew is not None and self._drain is None:
-            self._renew()
 
     async def _leave(self) -> None:
         """Drain: refuse new requests, wait up to `drain_timeout` for running ones, then end these with an error."""

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,20 @@ from sameseed.server.errors import ApiError, unavailable
 from sameseed.server.process import SECRETS, end
 from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 from sameseed_vllm.environments import interpreter
-from sameseed_vllm.link import Link
+from sameseed_vllm.link import STOPPED, Link, Response
 
 log = logging.getLogger("sameseed.server")
 START = Path(__file__).with_name("vllm_start.py")
 POLL = 0.1  # seconds between checks of the process
 LOADING, READY = 0.5, 2.0  # seconds between health checks
-PATIENCE = 10.0  # seconds for the answer to a health check
+PATIENCE, PAGE = 10.0, 5.0  # seconds for the answer to a health check, and for a page of metrics
 CLOSING = 15.0  # seconds for vLLM to end by itself
 
 
 class VllmClient(Supervised):
     """Runs one vLLM."""
 
-    remedy = "; what it wrote above says why"
+    what, remedy = "vLLM", "; what it wrote above says why"
 
     def __init__(
         self,
@@ -52,33 +52,47 @@ class VllmClient(Supervised):
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
         first_delay: float = FIRST_DELAY,
-        name: str = "vLLM",
     ) -> None:
         """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: what runs vLLM.
 
         vLLM is killed after `beat_timeout` seconds without a healthy answer, or if it is not ready in `load_timeout`
-        seconds. `name`: its name in the log. Raises ConfigError if there is no vLLM.
+        seconds. Raises ConfigError if there is no vLLM.
         """
         program = interpreter(python)
         super().__init__(max_restarts, on_failure, first_delay)
-        self.what = name
         self.facts: dict[str, Any] = dict(facts)
         self.link: Link | None = None
         self._command = [program, str(START)]
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._beat_timeout, self._load_timeout = beat_timeout, load_timeout
-        self.open: set[Answering] = set()  # requests to end with an error when vLLM ends
+        self._open: set[Answering] = set()  # requests to end with an error when vLLM ends
 
-    def check(self) -> Link:
-        """The connection to vLLM. Raises ApiError 503 if vLLM is not ready."""
+    @contextlib.asynccontextmanager
+    async def post(self, request: Answering, path: str, body: bytes) -> AsyncIterator[Response]:
+        """Send a request; yields the answer, which the caller reads. Leaving early ends it, and so does vLLM's end.
+
+        Raises ApiError 503 if vLLM is not ready, or if the connection breaks.
+        """
         self.check_ready()
         assert self.link is not None
-        return self.link
+        self._open.add(request)
+        try:
+            async with self.link.post(path, body) as response:
+                yield response
+        finally:
+            self._open.discard(request)
+
+    async def page(self, path: str) -> bytes:
+        """A page of vLLM; empty while it has none to give."""
+        with contextlib.suppress(ApiError):
+            if self.link is not None and self.state == "ready":
+                return await self.link.get(path, PAGE)
+        return b""
 
     def end_all(self, error: ApiError) -> None:
         """End every request with this error."""
-        for request in list(self.open):
+        for request in list(self._open):
             request.leave(error)
 
     async def close(self) -> None:
@@ -102,7 +116,7 @@ class VllmClient(Supervised):
             code = await self._mind(pid, self.link)
         finally:
             self._stopped()
-            self.end_all(unavailable("the engine stopped while this request ran; send it again"))
+            self.end_all(unavailable(STOPPED))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # its child processes
             with contextlib.suppress(ChildProcessError):  # it has been waited for, unless something went wrong
@@ -141,7 +155,7 @@ class VllmClient(Supervised):
                 elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
                     log.error("%s is not well; it is ended", self.what)
                     stop_at = now
-            elif question is None and now - asked > (READY if self.state == "ready" and not link.doubted else LOADING):
+            elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
                 asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
             if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
                 late = "%s was not ready within %g s%s; it is ended (--load-timeout gives more)"

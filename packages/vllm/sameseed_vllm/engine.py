@@ -11,7 +11,7 @@ from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
 from sameseed_vllm.commands.tune import tune as tune
 from sameseed_vllm.draft import OWN as OWN
-from sameseed_vllm.environments import environments, look
+from sameseed_vllm.environments import environment, look
 from sameseed_vllm.flags import Spread
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
         facts,
         config,
         python=args.vllm_python,
-        environments=environments(engine.settings, spread, installed, args.replicas, args.batch_invariant),
+        environment=environment(engine.settings, spread, args.batch_invariant),
         notes=vllm.notes(installed, spec, args.batch_invariant),
     )
 
@@ -66,12 +66,12 @@ def run(
     config: ServerConfig,
     *,
     python: str | None = None,
-    environments: Seq[Mapping[str, str]] = ({},),
+    environment: Mapping[str, str] | None = None,
     notes: Seq[str] = (),
 ) -> int:
     """Serve with vLLM as the engine until told to stop. For `arguments`, `facts` and `python` see `VllmClient`.
 
-    `environments`: environment variables of each replica. `notes`: warnings to the operator, for the log.
+    `environment`: further variables of its process. `notes`: warnings to the operator, for the log.
     """
     for note in notes:
         log.warning(note)
@@ -79,19 +79,12 @@ def run(
         from sameseed.server.run import Runner, Served
         from sameseed_vllm.client import VllmClient
         from sameseed_vllm.proxy import create_proxy
-        from sameseed_vllm.replicas import Replicas
     except ImportError as error:
         raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install 'sameseed[server]'") from None
 
-    several = len(environments) > 1
-
-    def one(number: int, on_failure: OnFailure) -> VllmClient:
-        more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
-        more["name"] = f"vLLM (replica {number})" if several else "vLLM"
-        return VllmClient(arguments, facts, python=python, environment=environments[number], **more)
-
     def theirs(on_failure: OnFailure) -> Served:
-        replicas = Replicas(one, len(environments), on_failure)
-        return Served(replicas, *create_proxy(replicas, config), replicas.renew if several else None)
+        more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
+        client = VllmClient(arguments, facts, python=python, environment=environment, **more)
+        return Served(client, *create_proxy(client, config))
 
     return asyncio.run(Runner(theirs, config).run())

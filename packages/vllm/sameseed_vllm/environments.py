@@ -1,4 +1,4 @@
-"""Where vLLM runs: which one an interpreter has, and the cores and GPUs of its workers and replicas.
+"""Where vLLM runs: which one an interpreter has, and the cores of its workers.
 
 By itself vLLM gives each worker a NUMA node, and refuses more workers than nodes.
 """
@@ -59,29 +59,17 @@ def cores_of_workers(workers: int, allowed: set[int] | None = None, system: Path
     `allowed`: CPUs that may be used, by default those of this process. With fewer CPUs than workers, some share one.
     """
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
-    if workers <= max(1, len(set(_nodes(allowed, system).values()))):
-        return None
-    return "|".join(_shares(workers, allowed, system))
-
-
-def cores_of_replicas(replicas: int, workers: int, allowed: set[int] | None = None, system: Path = SYSTEM) -> list[str]:
-    """The same for each of several vLLMs on one machine, which would all take the same cores by themselves."""
-    allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
-    shares = _shares(replicas * workers, allowed, system)
-    return ["|".join(shares[workers * i : workers * (i + 1)]) for i in range(replicas)]
-
-
-def _shares(num: int, allowed: set[int], system: Path) -> list[str]:
-    """`num` parts of the CPUs, e.g. "0,1"; CPUs of one NUMA node stay together."""
     nodes = _nodes(allowed, system)
+    if workers <= max(1, len(set(nodes.values()))):
+        return None
 
-    def order(cpu: int) -> tuple[int, int]:
+    def order(cpu: int) -> tuple[int, int]:  # CPUs of one NUMA node stay together
         return nodes.get(cpu, -1), cpu
 
     cpus = sorted(_one_a_core(allowed, system).values(), key=order)
-    cpus = cpus if len(cpus) >= num else sorted(allowed, key=order)
-    shares = [cpus[len(cpus) * i // num : len(cpus) * (i + 1) // num] for i in range(num)]
-    return [",".join(map(str, share or [cpus[i % len(cpus)]])) for i, share in enumerate(shares)]
+    cpus = cpus if len(cpus) >= workers else sorted(allowed, key=order)
+    shares = [cpus[len(cpus) * i // workers : len(cpus) * (i + 1) // workers] for i in range(workers)]
+    return "|".join(",".join(map(str, share or [cpus[i % len(cpus)]])) for i, share in enumerate(shares))
 
 
 def _nodes(allowed: set[int], system: Path) -> dict[int, int]:
@@ -103,9 +91,6 @@ def _one_a_core(allowed: set[int], system: Path) -> dict[tuple[str, str], int]:
     return found
 
 
-GPUS = "CUDA_VISIBLE_DEVICES"  # vLLM's builds for AMD GPUs read it too
-
-
 def environment(
     settings: Mapping[str, Any], spread: Spread | None = None, batch_invariant: bool = False
 ) -> dict[str, str]:
@@ -117,38 +102,3 @@ def environment(
     spread = spread or Spread()
     cores = cores_of_workers(spread.workers) if spread.nodes == 1 and BIND not in os.environ else None
     return made if cores is None else {**made, BIND: cores}
-
-
-def environments(
-    settings: Mapping[str, Any], spread: Spread, installed: Installed, replicas: int = 1, batch_invariant: bool = False
-) -> list[dict[str, str]]:
-    """Environment variables of each replica. GPUs are assigned in order: CUDA_VISIBLE_DEVICES, else from 0 on.
-
-    Raises ConfigError if so many replicas are not possible.
-    """
-    if replicas < 1:
-        raise ConfigError(f"--replicas must be at least 1, got {replicas}")
-    made = environment(settings, spread, batch_invariant)
-    if replicas == 1:
-        return [made]
-    if spread.nodes > 1:
-        raise ConfigError(
-            "--replicas are processes on this machine, and --nodes spreads one over several; start one server a node "
-            "instead, with a router in front"
-        )
-    if not installed.cpu:
-        return [{**made, GPUS: own} for own in _gpus(replicas, spread.workers)]
-    if settings.get("threads") is not None or BIND in os.environ:
-        return [made] * replicas
-    return [{**made, BIND: cores} for cores in cores_of_replicas(replicas, spread.workers)]
-
-
-def _gpus(replicas: int, workers: int) -> list[str]:
-    given = os.environ.get(GPUS)
-    names = list(map(str, range(replicas * workers))) if given is None else [n for n in given.split(",") if n]
-    if len(names) < replicas * workers:
-        raise ConfigError(
-            f"{replicas} replicas of {workers} GPUs need {replicas * workers}, and {GPUS} has {len(names)}; name more "
-            "there, or take fewer --replicas"
-        )
-    return [",".join(names[workers * i : workers * (i + 1)]) for i in range(replicas)]

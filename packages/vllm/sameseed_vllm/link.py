@@ -11,19 +11,12 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from sameseed.server.errors import ApiError, unavailable
+from sameseed.server.errors import unavailable
 
 STOPPED = "the engine stopped while this request ran; send it again"
 IDLE = 2.0  # seconds that an idle connection is kept; vLLM closes it after 5, which must not hit a request
 CONNECTING = 5.0  # seconds to connect
 MAX_PAGE = 16 * 2**20  # most bytes of an answer that is read whole
-
-
-class NotReachedError(ApiError):
-    """The error 503: no connection could be made, so vLLM has seen nothing of the request."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "the engine is not there; try again later", code="unavailable", retry_after=5)
 
 
 class Response:
@@ -40,10 +33,7 @@ class Response:
 
 
 class Link:
-    """HTTP over one unix socket, with a key that only the two ends know. Create it while an event loop runs.
-
-    `doubted`: a connection broke, and no health check has succeeded since.
-    """
+    """HTTP over one unix socket, with a key that only the two ends know. Create it while an event loop runs."""
 
     def __init__(self, path: str, key: str) -> None:
         self._client = aiohttp.ClientSession(
@@ -55,7 +45,6 @@ class Link:
             auto_decompress=False,
             trust_env=False,
         )
-        self.doubted = False
         self.said: int | None = None  # the status of the last answer to /health
         self._open: set[aiohttp.ClientResponse] = set()
 
@@ -71,9 +60,7 @@ class Link:
             self.said = (await self._get("/health", patience))[0]
         except (aiohttp.ClientError, asyncio.TimeoutError):
             return None
-        well = self.said == 200
-        self.doubted = self.doubted and not well
-        return well
+        return self.said == 200
 
     async def get(self, path: str, patience: float = 30.0) -> bytes:
         """GET a page within `patience` seconds; returns its body. Raises ApiError 503 if vLLM does not give it."""
@@ -94,7 +81,7 @@ class Link:
     async def post(self, path: str, body: bytes) -> AsyncIterator[Response]:
         """POST a body; yields the answer, which the caller reads. Leaving early closes the connection, so vLLM stops.
 
-        Raises NotReachedError if vLLM cannot be reached, ApiError 503 if the connection breaks later.
+        Raises ApiError 503 if vLLM cannot be reached, or if the connection breaks later.
         """
         headers = {"content-type": "application/json"}
         try:
@@ -104,10 +91,8 @@ class Link:
                     yield Response(response)
                 finally:
                     self._open.discard(response)
-        except aiohttp.ClientError as error:
-            self.doubted = True
-            reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
-            raise (unavailable(STOPPED) if reached else NotReachedError()) from None
+        except aiohttp.ClientError:
+            raise unavailable(STOPPED) from None
 
 
 async def read_some(response: Response) -> bytes:

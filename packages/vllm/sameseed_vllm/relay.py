@@ -16,9 +16,8 @@ from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, clean, internal, unavailable
 from sameseed.server.gate import Ticket
 from sameseed.server.replies import DONE, event
+from sameseed_vllm.client import VllmClient
 from sameseed_vllm.link import read_some
-from sameseed_vllm.replicas import Replicas
-from sameseed_vllm.routing import RoutedCall
 
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
@@ -35,14 +34,14 @@ _PLACES = re.compile(
 class Relay(Answering):
     """Passes a body on to vLLM, and the answer back."""
 
-    def __init__(self, replicas: Replicas, call: RoutedCall, ticket: Ticket, timeout: float) -> None:
+    def __init__(self, client: VllmClient, path: str, body: bytes, ticket: Ticket, timeout: float) -> None:
         super().__init__(ticket, timeout)
-        self._replicas, self._call = replicas, call
+        self._client, self._path, self._body = client, path, body
         self._events: Events | None = None
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer as it arrives. vLLM stops generating when the connection is closed."""
-        async with self._replicas.post(self, self._call) as response:
+        async with self._client.post(self, self._path, self._body) as response:
             if response.status != 200:
                 raise told(response.status, await read_some(response))
             kind = response.kind

@@ -19,19 +19,18 @@ from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed_vllm import client as vllm, environments, relay
 from sameseed_vllm.client import VllmClient
-from sameseed_vllm.environments import look
+from sameseed_vllm.environments import cores_of_workers, look
 from sameseed_vllm.link import Link
 from sameseed_vllm.passable import REFUSED, check
 from sameseed_vllm.proxy import PATHS, create_proxy, salt
-from sameseed_vllm.replicas import Replicas
 
 KEY = "a-key-for-the-test"
 FACTS = {"max_num_seqs": 2, "method": "none"}
 IMAGE = {"type": "input_image", "image_url": "http://inside", "detail": "auto"}
 
 
-def never_started(num: int = 1) -> Replicas:
-    return Replicas(lambda number, on_failure: VllmClient([], FACTS, python=sys.executable), num)
+def never_started(**facts: Any) -> VllmClient:
+    return VllmClient([], {**FACTS, **facts}, python=sys.executable)
 
 
 def visitor(config: ServerConfig) -> httpx.AsyncClient:
@@ -50,15 +49,18 @@ async def test_every_route_but_health_wants_a_key() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_sampled_requests_are_refused_where_vllm_samples_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicas = Replicas(lambda n, f: VllmClient([], {**FACTS, "greedy_only": True}, python=sys.executable), 1)
-    monkeypatch.setattr(Replicas, "check_ready", lambda self: None)
-    app, _ = create_proxy(replicas, ServerConfig())
-    async with visiting(app) as client:
+async def test_sampled_requests_are_refused_where_vllm_samples_wrongly(tmp_path: Path) -> None:
+    client = never_started(greedy_only=True)
+    client.state, client.link = "ready", Link(str(tmp_path / "none"), "key")
+    app, _ = create_proxy(client, ServerConfig())
+    async with visiting(app) as http:
         for body in ({}, {"temperature": 0.8}, {"temperature": None}):
-            response = await client.post("/v1/completions", json={"prompt": "x", **body})
+            response = await http.post("/v1/completions", json={"prompt": "x", **body})
             assert response.status_code == 400 and "temperature 0" in response.json()["error"]["message"]
-        assert (await client.post("/v1/completions", json={"prompt": "x", "temperature": 0})).status_code == 503
+        unreached = await http.post("/v1/completions", json={"prompt": "x", "temperature": 0})
+        assert unreached.status_code == 503 and int(unreached.headers["retry-after"]) > 0
+        assert "sameseed:engine_up 1.0" in (await http.get("/metrics")).text, "without vLLM's own page"
+    await client.link.close()
 
 
 async def test_vllms_own_routes_are_not_there() -> None:
@@ -273,6 +275,14 @@ async def test_open_streams_end_with_the_connection(tmp_path: Path, length: byte
         await asyncio.wait_for(reading, 20)
     await asyncio.wait_for(left.wait(), 20)
     server.close()
+
+
+def test_cores_are_dealt_out_by_node(tmp_path: Path) -> None:
+    for cpu in range(8):
+        (tmp_path / f"node/node{cpu % 2}/cpu{cpu}").mkdir(parents=True)
+    assert cores_of_workers(2, set(range(8)), tmp_path) is None, "vLLM itself gives each worker a node"
+    assert cores_of_workers(4, set(range(8)), tmp_path) == "0,2|4,6|1,3|5,7"
+    assert cores_of_workers(3, {4}, tmp_path) == "4|4|4"
 
 
 ENTRY = "import sys, time\ndef main():\n    print(sys.argv, sys.path[0], flush=True)\n    time.sleep(60)\n"

@@ -19,7 +19,6 @@ from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
 from sameseed_vllm.proxy import create_proxy
 from sameseed_vllm.relay import Relay
-from sameseed_vllm.routing import RoutedCall
 
 EVENT = b'data: {"choices":[]}\n\n'
 STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
@@ -48,13 +47,12 @@ class Answered:
 
 
 class Alone:
-    """Stands in for Replicas: no process, and one answer for every request."""
+    """Stands in for VllmClient: no process, and one answer for every request."""
 
     state, facts = "ready", {"max_num_seqs": 8, "method": "none"}
 
     def __init__(self, answered: Answered) -> None:
         self.answered = answered
-        self.all = [self]
 
     @asynccontextmanager
     async def living(self, app: Any) -> AsyncIterator[None]:
@@ -64,7 +62,7 @@ class Alone:
         pass
 
     @asynccontextmanager
-    async def post(self, request: Any, call: RoutedCall) -> AsyncIterator[Answered]:
+    async def post(self, request: Any, path: str, body: bytes) -> AsyncIterator[Answered]:
         yield self.answered
 
 
@@ -104,7 +102,7 @@ async def relayed(answered: Answered, *, reads: bool = True, timeout: float = 10
         told.sent.append(message)
 
     client: Any = Alone(answered)
-    made = Relay(client, RoutedCall("/v1/completions", b"{}"), told.gate.enter("", 1, 10), timeout)
+    made = Relay(client, "/v1/completions", b"{}", told.gate.enter("", 1, 10), timeout)
     if stopped:
         asyncio.get_running_loop().call_later(0.02, made.leave, unavailable("the server is shutting down"))
     scope: Any = {"type": "http", "sameseed": told.visit, CUT: count}

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE, VLLM = ROOT / "sameseed", ROOT / "packages" / "vllm" / "sameseed_vllm"
 EVERYWHERE = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("packages/*/sameseed_*/**/*.py")])
-DOOR = [VLLM / f"{n}.py" for n in ("client", "link", "passable", "proxy", "relay", "replicas", "routing")]
+DOOR = [VLLM / f"{n}.py" for n in ("client", "link", "passable", "proxy", "relay")]
 SERVER = [*sorted((PACKAGE / "server").rglob("*.py")), *DOOR]
 LINK = "link.py"  # makes the only connection: to the Unix socket of the vLLM that the server started
 FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
