@@ -187,10 +187,10 @@ def read_key(file: Path | None, variable: str = "") -> str | None:
     """The API key: the file's first line, else the first key in the variable, else None. Raises ConfigError."""
     if file is not None:
         try:
-            lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the API key from {file} ({error})") from None
-        keys = [line[0] for line in lines if line and not line[0].startswith("#")]  # its limits may follow a key
+        keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"{file} holds no API key; write it on the first line")
         return keys[0]

@@ -7,10 +7,9 @@ import hmac
 import ipaddress
 import logging
 import os
-import re
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +23,6 @@ log = logging.getLogger("sameseed.server")
 KEY_VARIABLE = "SAMESEED_API_KEY"
 PREFIXES = ("vllm:", "sameseed:")
 _SHORTEST_KEY = 8
-_LIMIT = re.compile(r"(.*?)\s+([A-Za-z_]+)=(\S*)")  # a line that ends with a limit
 
 
 @dataclass(frozen=True)
@@ -116,46 +114,26 @@ class ServerConfig(ServerFlags):
             return False
 
 
-@dataclass(frozen=True)
-class KeyLimits:
-    """What one API key may have: requests at once, and tokens a minute (prompts and outputs). None: no limit."""
-
-    requests: int | None = None
-    tokens_per_minute: int | None = None
-
-
 class Keys:
-    """API keys, as SHA-256 digests, with the limits of each. Every key is compared, each in constant time."""
+    """API keys, as SHA-256 digests. Every key is compared, each in constant time."""
 
-    def __init__(self, lines: Iterable[str], path: Path | None = None) -> None:
-        """`lines`: keys, each with its limits (see `_parsed`). `path`: the file that `reload` reads again.
-
-        Raises ConfigError for a key that is too short, or not printable ASCII, and for a bad limit.
-        """
-        parsed = [_parsed(line, f"API key {number}") for number, line in enumerate(lines, 1)]
-        self._limits = dict(parsed)
-        if any(self._limits[digest] != limits for digest, limits in parsed):
-            raise ConfigError("an API key has several lines with other limits; keep one of them")
+    def __init__(self, keys: Iterable[str], path: Path | None = None) -> None:
+        """`path`: the file that `reload` reads again. Raises ConfigError for a key that is too short."""
+        for number, key in enumerate(keys := list(keys), 1):
+            if len(key) < _SHORTEST_KEY or not all("!" <= c <= "~" for c in key):
+                raise ConfigError(f"API key {number} must have at least {_SHORTEST_KEY} ASCII characters and no spaces")
+        self._digests = {hashlib.sha256(key.encode()).digest() for key in keys}
         self._path = path
         self._check: Callable[[Keys], None] = lambda keys: None
 
     def __len__(self) -> int:
-        return len(self._limits)
-
-    @property
-    def count_tokens(self) -> bool:
-        """Whether the tokens of a key are limited."""
-        return any(limits.tokens_per_minute for limits in self._limits.values())
+        return len(self._digests)
 
     def tenant(self, key: bytes) -> str | None:
         """The key's tenant, a name that does not reveal the key; None for an unknown key."""
         digest = hashlib.sha256(key).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._limits]
-        return _name(digest) if any(found) else None
-
-    def limits(self, tenant: str) -> KeyLimits:
-        """The limits of a tenant's key; none for a key that was removed."""
-        return next((limits for digest, limits in self._limits.items() if _name(digest) == tenant), KeyLimits())
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:16] if any(found) else None
 
     @classmethod
     def read(cls, path: Path | None) -> Keys:
@@ -185,23 +163,4 @@ class Keys:
         if self._path is not None:
             fresh = Keys.read(self._path)
             self._check(fresh)
-            self._limits = fresh._limits
-
-
-def _name(digest: bytes) -> str:
-    return digest.hex()[:16]
-
-
-def _parsed(line: str, what: str) -> tuple[bytes, KeyLimits]:
-    """The digest and the limits of a line such as `KEY requests=4 tokens_per_minute=60000`. Raises ConfigError."""
-    key, limits, names = line, dict[str, int](), [f.name for f in fields(KeyLimits)]
-    while (found := _LIMIT.fullmatch(key)) is not None:
-        key, name, value = found.groups()
-        if name not in names or name in limits:
-            raise ConfigError(f"{what} has an unknown limit, or one twice; write {' or '.join(names)} once")
-        if not (value.isascii() and value.isdigit() and len(value) < 16 and int(value)):
-            raise ConfigError(f"{what}: {name} must be a whole number above 0")
-        limits[name] = int(value)
-    if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{what} must have at least {_SHORTEST_KEY} printable ASCII characters")
-    return hashlib.sha256(key.encode()).digest(), KeyLimits(**limits)
+            self._digests = fresh._digests

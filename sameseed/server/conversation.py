@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from sameseed.server import limits
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]  # may be written as 5.0: JSON does not tell it from 5
 
 
 class Fields(BaseModel):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 
-from sameseed.server.config import KeyLimits
 from sameseed.server.errors import ApiError, bad_request, unavailable
 
 MAX_TEXT = 64 * 2**20  # bytes of the bodies of all admitted requests
@@ -20,16 +16,9 @@ Ticket = ExitStack  # an admitted request's place; close() gives it back, and ma
 class Gate:
     """Counts the sequences of admitted requests and the bytes of their bodies. Admits nothing once `closed` is set."""
 
-    def __init__(
-        self, max_queue: int, num_tenants: int = 1, limits: Callable[[str], KeyLimits] = lambda tenant: KeyLimits()
-    ) -> None:
-        """`max_queue`: sequences that may wait besides running ones. With several tenants, none may fill all of it.
-
-        `limits`: those of each tenant.
-        """
+    def __init__(self, max_queue: int, num_tenants: int = 1) -> None:
+        """`max_queue`: sequences that may wait besides running ones. With several tenants, none may fill all of it."""
         self.max_queue, self.num_tenants = max_queue, num_tenants
-        self._limits = limits
-        self._left: dict[str, tuple[float, float]] = {}  # by limited tenant: tokens that are left, and when that was
         self.max_running = 1  # until an engine has told its own
         self.num_inside = 0
         self.size_inside = 0
@@ -42,18 +31,10 @@ class Gate:
     def enter(self, tenant: str, num_seqs: int, size: int) -> Ticket:
         """Admit a request of `num_seqs` sequences (0: only tokenization) and a body of `size` bytes.
 
-        Raises ApiError: 503 if the gate is closed, 429 if it is full or the tenant's limit is reached, 400 if the
-        request can never fit.
+        Raises ApiError: 503 if the gate is closed, 429 if it is full, 400 if the request can never fit.
         """
         if self.closed is not None:
             raise unavailable(self.closed)
-        most = self._limits(tenant).requests
-        if most is not None and self._requests[tenant] >= most:
-            raise over_limit(
-                f"the limit of requests at once of this API key is {most}; try again when one has ended", 1.0
-            )
-        if num_seqs:
-            self._check_tokens(tenant, 1)
         room = self.max_running + self.max_queue
         if num_seqs > room:
             raise bad_request(f"{num_seqs} sequences in one request, and this server holds {room}; ask for fewer", "n")
@@ -83,42 +64,3 @@ class Gate:
         if not self._requests[tenant]:
             del self._requests[tenant]
         (self.empty.clear if self._requests else self.empty.set)()
-
-    def reserve(self, tenant: str, most: int, ticket: Ticket, used: Callable[[], int]) -> None:
-        """Take `most` tokens from what the tenant may use now; with the ticket's end all but `used()` are given back.
-
-        A request for more than a minute's tokens waits until all of them are there. Raises ApiError 429.
-        """
-        limit = self._limits(tenant).tokens_per_minute
-        if limit is None:
-            return
-        taken = min(most, limit)
-        self._check_tokens(tenant, taken)
-        self._add_tokens(tenant, -taken)
-        ticket.callback(lambda: self._add_tokens(tenant, taken - used()))
-
-    def _check_tokens(self, tenant: str, num_tokens: int) -> None:
-        """Raise ApiError 429 if the tenant may not use so many tokens now."""
-        limit = self._limits(tenant).tokens_per_minute
-        if limit is not None and (missing := num_tokens - self._add_tokens(tenant, 0)) > 0:
-            raise over_limit(
-                f"this API key may use {limit} tokens a minute, those asked for by max_tokens included; ask for fewer, "
-                "or try again later",
-                60.0 * missing / limit,
-            )
-
-    def _add_tokens(self, tenant: str, num_tokens: int) -> float:
-        """Add to what a tenant may use now; returns the sum. It grows by the minute's tokens in a minute, up to them.
-
-        It falls below 0 after a request that used more than it could reserve.
-        """
-        limit, now = self._limits(tenant).tokens_per_minute or 0, time.monotonic()
-        left, then = self._left.get(tenant, (float(limit), now))
-        left = min(limit, left + (now - then) * limit / 60.0 + num_tokens)
-        self._left[tenant] = left, now
-        return left
-
-
-def over_limit(message: str, seconds: float) -> ApiError:
-    """The error 429 for a key that has reached its limit; `seconds`: after which to try again."""
-    return ApiError(429, message, code="rate_limit_exceeded", retry_after=max(1, math.ceil(seconds)))

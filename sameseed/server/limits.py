@@ -39,9 +39,6 @@ COMPILE_SECONDS, TEMPLATE_SECONDS = 1.0, 1.0  # of CPU time
 COMPILE_MEMORY = 512 * 2**20  # bytes beyond what the process already has
 BODY_TIMEOUT = 30.0  # seconds for a body to arrive
 MAX_DIGITS = 4300  # of a whole number: Python's own limit (sys.int_info.default_max_str_digits)
-# Fields that hold JSON of the client's own: schemas, arguments of templates and of calls.
-PASSED = {"messages", "input", "tools", "tool_choice", "chat_template_kwargs", "documents", "metadata", "text"}
-PASSED |= {"response_format", "structured_outputs", "guided_json"}
 
 log = logging.getLogger("sameseed.server")
 T = TypeVar("T")
@@ -64,38 +61,20 @@ def parse_object(raw: bytes, name: str = "the body", unique: bool = True) -> dic
     if len(raw) > MAX_BODY:
         raise too_large()
     check_values(raw, f"{name} holds")
-    beyond: list[float] = []  # numbers that are not finite: JSON has none, but 1e400 is more than a float holds
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            beyond.append(value)
-        return value
-
-    def read(whole: Callable[[str], Any] | None) -> Any:
-        hook = _unique if unique else None
-        try:
-            text = raw.decode("utf-8")
-            return json.loads(text, parse_float=number, parse_constant=number, parse_int=whole, object_pairs_hook=hook)
-        except UnicodeDecodeError as error:
-            raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
-        except json.JSONDecodeError as error:
-            where = f"line {error.lineno} column {error.colno}"
-            raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
-        except RecursionError:
-            raise _too_deep(name) from None
-
+    hook = _unique if unique else None
     try:
-        value = read(None)
-    except ValueError:  # a number of thousands of digits: read again, to find its field
-        value = read(lambda digits: int(digits) if len(digits) <= MAX_DIGITS else number("nan"))
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_float=_number, parse_constant=_number, parse_int=_whole, object_pairs_hook=hook)
+    except UnicodeDecodeError as error:
+        raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep(name) from None
     if not isinstance(value, dict):
         raise bad_request(f"{name} must be a JSON object", code="invalid_json")
     check_nesting(value, name)
-    if beyond:
-        field = next((key[:64] for key, part in value.items() if not _finite(part)), name)
-        why = f"numbers must be finite, and whole numbers have at most {MAX_DIGITS} digits"
-        raise bad_request(f"{field}: {why}", field, "invalid_json")
     if _SURROGATE.search(raw):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -148,29 +127,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _finite(value: Any) -> bool:
-    """Whether all numbers of a JSON value are finite."""
-    left = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, float) and not math.isfinite(part):
-            return False
-        if isinstance(part, dict | list):
-            left.extend(part.values() if isinstance(part, dict) else part)
-    return True
+def _number(text: str) -> float:
+    """A number that is not whole. Raises ApiError 400 if it is not finite: JSON has no NaN, and 1e400 is too large."""
+    if not math.isfinite(value := float(text)):
+        raise bad_request("a number is not finite, or too large", code="invalid_json")
+    return value
 
 
-def counted(body: dict[str, Any]) -> dict[str, Any]:
-    """A body whose counts may be written as 5.0: JSON does not tell it from 5. What only passes through stays."""
-    return {name: value if name in PASSED else _whole(value) for name, value in body.items()}
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, list):
-        return list(map(_whole, value))
-    if isinstance(value, dict):
-        return {key: _whole(part) for key, part in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise bad_request(f"a whole number has more than {MAX_DIGITS} digits", code="invalid_json")
+    return int(digits)
 
 
 def _too_deep(name: str) -> ApiError:

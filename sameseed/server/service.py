@@ -121,7 +121,7 @@ class Service:
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
-        self.gate = Gate(config.max_queue, len(config.keys), config.keys.limits)
+        self.gate = Gate(config.max_queue, len(config.keys))
         self._intake = Intake()
         self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
 
@@ -171,16 +171,8 @@ class Service:
                 job, add, packed, grammar = await asyncio.wait_for(self._prepared(visit, fields, text), left)
             except asyncio.TimeoutError:
                 raise too_late(timeout) from None
-            reply = kind(job)
-
-            def used() -> int:  # nothing is charged for what the server itself failed to do
-                failed = visit.outcome is None or visit.outcome >= 500
-                return 0 if failed else reply.num_prompt_tokens + reply.num_output_tokens
-
-            most = reply.num_prompt_tokens + fields.num_seqs * job.params.max_tokens
-            self.gate.reserve(visit.tenant, most, ticket, used)
             stream = self.client.submit(add, packed, grammar)
-            return Answer(reply, stream, ticket.pop_all(), self.metrics, timeout)
+            return Answer(kind(job), stream, ticket.pop_all(), self.metrics, timeout)
 
     async def _prepared(self, visit: Visit, fields: Common, text: TextCodec) -> tuple[Job, Add, bytes, Compiled | None]:
         """What a reply is made from; the engine's frame, also as bytes; and the grammar. Raises ApiError."""

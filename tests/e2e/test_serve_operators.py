@@ -26,11 +26,11 @@ FIELDS: dict[str, Any] = {"prompt": "the sum of", "max_tokens": 200, "ignore_eos
 
 
 def test_a_socket_its_keys_and_signals(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Neither a hang-up nor a log rotation ends a stream; keys that were removed are refused, and limits hold."""
+    """Neither a hang-up nor a log rotation ends a stream; keys that were removed are refused."""
     path, keys = tmp_path / "socket", tmp_path / "keys"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    keys.write_text("first-key requests=1\n")
+    keys.write_text("first-key\n")
     flags = ("--model", str(pair_folders[0]), "--draft", "none", "--uds", str(path), "--api-key-file", str(keys))
     with (
         serving(*flags) as server,
@@ -44,9 +44,7 @@ def test_a_socket_its_keys_and_signals(pair_folders: tuple[Path, Path], tmp_path
         with http.stream("POST", "/v1/completions", json={**FIELDS, "stream": True}, headers=first) as stream:
             lines = stream.iter_lines()
             next(lines)
-            busy = http.post("/v1/completions", json=FIELDS, headers=first)
-            assert busy.status_code == 429 and "at once" in busy.text and busy.headers["retry-after"] == "1"
-            keys.write_text("second-key tokens_per_minute=300\n")
+            keys.write_text("second-key\n")
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
                 server.process.send_signal(number)
             for number in SERVERS_OWN:
@@ -57,8 +55,6 @@ def test_a_socket_its_keys_and_signals(pair_folders: tuple[Path, Path], tmp_path
         assert http.get("/version", headers=first).status_code == 401
         used = http.post("/v1/completions", json=FIELDS, headers=second)
         assert used.json()["usage"]["completion_tokens"] == 200
-        late = http.post("/v1/completions", json=FIELDS, headers=second)
-        assert late.status_code == 429 and "tokens a minute" in late.text and int(late.headers["retry-after"]) > 1
     assert not path.exists()
 
 

@@ -142,12 +142,12 @@ def _read_key(file: Path | None, variable: str) -> str | None:
     if file is None:
         return os.environ.get(variable, "").partition(",")[0].strip() or None
     try:
-        words = file.read_text(encoding="utf-8").split()  # its limits may follow a key
+        key = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"cannot read the API key from {file} ({error})") from None
-    if not words:
+    if not key:
         raise VerifyError(f"{file} holds no API key; write it on the first line")
-    return words[0]
+    return key
 
 
 def _prepare(path: Path, flag: str) -> None:

@@ -35,10 +35,6 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
                 "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
                 "another; leave past and suffix_decoding_max_cached_requests out"
             )
-        if keys.count_tokens:
-            raise ConfigError(
-                "tokens_per_minute of an API key needs sameseed's own engine, which counts them; leave it"
-            )
 
     config.keys.restrict(check)
     facts: dict[str, object] = {

@@ -46,7 +46,7 @@ def own_metrics(client: VllmClient, gate: Gate) -> tuple[CollectorRegistry, Coun
 
 def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gate]:
     """The ASGI application and its gate. The application's lifespan starts and ends vLLM."""
-    gate = Gate(config.max_queue, len(config.keys), config.keys.limits)
+    gate = Gate(config.max_queue, len(config.keys))
     gate.max_running = client.facts["max_num_seqs"]
     registry, requests = own_metrics(client, gate)
     created = int(time.time())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -203,13 +202,9 @@ async def test_head_is_get_without_a_body(open_: httpx.AsyncClient, locked: http
     assert (await open_.head("/v1/completions")).status_code == 405
 
 
-async def test_bodies_may_be_packed(open_: httpx.AsyncClient) -> None:
+async def test_packed_bodies_are_refused(open_: httpx.AsyncClient) -> None:
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
-    whole = gzip.compress(b'{"tokens": "x"}')
-    for body, status in ((whole, 400), (whole[:-9], 400), (b"{}", 400), (gzip.compress(b" " * (MAX_BODY + 1)), 413)):
-        is_error(await open_.post("/detokenize", content=body, headers=packed), status)
-    assert "tokens" in (await open_.post("/detokenize", content=whole, headers=packed)).text, "it was read"
-    is_error(await open_.post("/detokenize", content=whole, headers={**packed, "content-encoding": "br"}), 415)
+    is_error(await open_.post("/detokenize", content=b"{}", headers=packed), 415)
 
 
 async def test_other_names_of_the_model() -> None:

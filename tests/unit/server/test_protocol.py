@@ -224,9 +224,8 @@ def test_settings_of_speculation() -> None:
         (b'{"a": -Infinity}', "finite"),
         (b'{"a": "\xff"}', "no UTF-8"),
         (b'{"a": "\\ud800"}', "surrogate"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "^a: .* digits"),
-        (b'{"a": 1, "b": {"c": [1e400]}}', "^b: .*finite"),
-        (b'{"a": ' + b"9" * 5000 + b", }", "no JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": 1, "b": {"c": [1e400]}}', "finite"),
         (b'{"a": [{"b": 1, "b": 2}]}', "twice"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "deeper"),
         (b'{"a": ' + b"[" * 60_000, "deeper"),
@@ -248,8 +247,10 @@ NUMBERS = b'{"seed": 5.0, "prompt": [[1.0]], "tools": [1.0, -0.0, 1e6, 1e22, %d]
 def test_numbers_stay_as_they_came_but_for_counts() -> None:
     came = limits.parse_object(NUMBERS)
     assert json.dumps(came) == json.dumps(json.loads(NUMBERS))
-    wanted = json.loads(NUMBERS) | {"seed": 5, "prompt": [[1]]}
-    assert json.dumps(limits.counted(came)) == json.dumps(wanted)
+    fields = read(CompletionFields, {"seed": 5.0, "prompt": [[1.0]], "n": 2.0, "metadata": {"a": 2.0}})
+    kept = fields.model_dump(include={"seed", "prompt", "n", "metadata"})
+    assert json.dumps(kept, sort_keys=True) == '{"metadata": {"a": 2.0}, "n": 2, "prompt": [[1]], "seed": 5}'
+    assert refusal(CompletionFields, {"prompt": "x", "n": 1.5}).param == "n"
 
 
 def test_bodies_at_the_limits() -> None:
