@@ -263,6 +263,8 @@ class Engine:
                 seq.prompt_logprobs += result.logprobs[b]
                 if result.failed[b]:
                     deltas.append(self._finish(live, FinishReason.ERROR))
+                else:
+                    self._undelivered.append((live, 0))
                 continue
             held = self.ahead.outcome(b, draft, result)
             for metrics in (seq.metrics, self.metrics):

@@ -137,20 +137,21 @@ class Answer(Answering):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async for piece in self._stream.pieces():
+            choice = reply.take(piece)
+            if not piece.token_ids and piece.completion is None:  # scores of the prompt alone
+                continue
             gap = time.monotonic() - latest
             latest += gap
             (metrics.first_token if self._first is None else metrics.between).observe(gap)
             self._first = gap if self._first is None else self._first
-            reply.take(piece)
             if not self._events:
                 continue
             if not self._status:  # before this, an error can still have its own status
                 self._status = 200
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                 await write(reply.begin())
-            await write(
-                await limits.away(len(piece.prompt_logprobs) > INLINE, partial(list, reply.events(piece)), None)
-            )
+            many = len(choice.prompt_logprobs) > INLINE
+            await write(await limits.away(many, partial(list, reply.events(piece)), None))
         if self._events:
             await write(reply.end(self._usage), more=False)
         else:

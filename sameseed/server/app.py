@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import re
 import time
 from collections.abc import Callable, Coroutine
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI, Request, Security
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
@@ -123,7 +122,7 @@ def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        words = {404: "there is nothing at this path; see /docs", 405: "method not allowed; see /docs"}
+        words = {404: "there is nothing at this path; see /openapi.json", 405: "method not allowed; see /openapi.json"}
         fault = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
         made = error_response(fault, visit_of(request))
         made.headers.update(error.headers or {})
@@ -148,7 +147,7 @@ def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
 
 
 def _add_reading(app: FastAPI, service: Service) -> None:
-    """Add the routes that describe the server and its model, and the web pages."""
+    """Add the routes that describe the server and its model, and the playground."""
     (body, headers), created = playground(), int(time.time())
 
     def model(name: str) -> dict[str, Any]:
@@ -183,61 +182,31 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def counters() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(service.metrics.registry), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/docs", summary="This interface, as a page", response_class=Response, responses=_of_kind("text/html"))
-    async def docs() -> HTMLResponse:
-        made = page(app.openapi()).encode()
-        return HTMLResponse(made, headers=secured(made))
-
 
 PAGE = Path(__file__).with_name("playground.html")
 SUMMARY = "OpenAI's API over a speculating engine: the same text, sooner."
 
 
-def page(document: dict[str, Any]) -> str:
-    """The page /docs: a table of the routes, without external resources."""
-    rows = [
-        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
-        f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-    ]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>sameseed</title>"
-        "<meta name=viewport content='width=device-width'><style>body{font-family:system-ui;margin:2em;"
-        "color-scheme:light dark}td{padding:.3em 1em .3em 0}</style>"
-        f"<h1>sameseed</h1><p>{html.escape(SUMMARY)} All fields: <a href=openapi.json>openapi.json</a>.</p>"
-        f"<table>{''.join(rows)}</table></html>"
-    )
-
-
 def playground() -> tuple[bytes, dict[str, str]]:
-    """The playground page, the only file that the server sends, and its HTTP headers."""
+    """The playground page, the only file that the server sends, and its HTTP headers.
+
+    Its Content Security Policy allows its inline script and style, by hash, and requests to its own server. It allows
+    no handlers or styles in attributes, no frames around the page, and no text that becomes markup (trusted types).
+    """
     body = PAGE.read_bytes()
-    return body, secured(body)
-
-
-def secured(page: bytes) -> dict[str, str]:
-    """HTTP headers of a page: its Content Security Policy, no frames, nothing kept by others."""
-    return {
-        "content-security-policy": policy(page),
+    policy = (
+        f"default-src 'none'; script-src {_hashes(body, b'script')}; style-src {_hashes(body, b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return body, {
+        "content-security-policy": policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "x-frame-options": "DENY",
         "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
     }
-
-
-def policy(page: bytes) -> str:
-    """The page's Content Security Policy: its inline scripts and styles, by hash, and requests to its own server.
-
-    Not allowed: handlers or styles in attributes, frames around the page, and text that becomes markup (trusted types).
-    """
-    return (
-        f"default-src 'none'; script-src {_hashes(page, b'script')}; style-src {_hashes(page, b'style')}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
 
 
 def _hashes(page: bytes, tag: bytes) -> str:

@@ -215,9 +215,6 @@ class EngineClient(Supervised):
             if frame.step_seconds > self._step_timeout:
                 log.error("a step of the engine takes %.0f s; its process is ended", frame.step_seconds)
                 os.kill(pid, signal.SIGKILL)
-        elif isinstance(frame, frames.Scores):
-            if (stream := self._streams.get(frame.id)) is not None:
-                stream.hold(frame.index, frame.items)
         elif isinstance(frame, frames.EngineReady):
             self.facts = msgspec.structs.asdict(frame)
             if self.text is None:
@@ -251,17 +248,11 @@ class Stream:
         self._forget = forget
         self.num_open = len(request.prompts) * request.params.n  # sequences that the engine has not completed
         self._num_unread = self.num_open
-        self._scores: dict[int, list[Any]] = {}
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
-
-    def hold(self, index: int, scores: list[Any]) -> None:
-        """Keep log-probabilities of a prompt for the sequence's next piece."""
-        self._scores.setdefault(index, []).extend(scores)
 
     def push(self, item: Piece | ApiError | None) -> None:
         """Add a piece, or the error that ends the stream, or None if the reader has left."""
         if isinstance(item, Piece):
-            item.prompt_logprobs[:0] = self._scores.pop(item.index, ())
             self.num_open -= item.completion is not None
         self._queue.put_nowait(item)
 

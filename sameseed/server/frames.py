@@ -17,7 +17,6 @@ from sameseed.config import SpecConfig
 from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has failed
-MAX_SCORES = 1024  # most prompt tokens whose log-probabilities go in one frame
 LEAST_LOGPROB = -9999.0  # stands for minus infinity in JSON, as in other servers
 PASS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens per pass: vLLM's buckets
 _LENGTH = struct.Struct("<I")
@@ -119,14 +118,6 @@ class Deltas(Frame):
     stats: dict[str, Any] | None
 
 
-class Scores(Frame):
-    """From the engine: log-probabilities of a prompt. They belong to the sequence's next piece."""
-
-    id: str
-    index: int
-    items: list[Any]
-
-
 class Beat(Frame):
     """From the engine: a heartbeat, with the seconds that the current step has taken so far, and the counters."""
 
@@ -186,7 +177,7 @@ class HelperResult(Frame):
 
 
 ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
-FromEngine = EngineReady | Deltas | Scores | Beat | Refused | Failed
+FromEngine = EngineReady | Deltas | Beat | Refused | Failed
 ToHelper = Setup | Template | Compile
 
 
@@ -233,17 +224,8 @@ def _size(head: bytes) -> int:
     return int(length)
 
 
-def scores(delta: Delta) -> list[Scores]:
-    """Frames for the log-probabilities of a long prompt, so that no frame grows with the prompt; else none."""
-    found = delta.prompt_logprobs
-    if len(found) <= MAX_SCORES:
-        return []
-    parts = ([_logprob(p) for p in found[at : at + MAX_SCORES]] for at in range(0, len(found), MAX_SCORES))
-    return [Scores(delta.request_id, delta.index, part) for part in parts]
-
-
 def piece(delta: Delta) -> Piece:
-    """A delta as a Piece, without log-probabilities that go in frames of their own (see `scores`)."""
+    """A delta as a Piece."""
     completion: dict[str, Any] | None = None
     if (c := delta.completion) is not None:
         completion = {"finish_reason": c.finish_reason.value, "ruled_out": c.ruled_out, "seed": c.seed}
@@ -255,7 +237,7 @@ def piece(delta: Delta) -> Piece:
         list(delta.token_ids),
         list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
-        [_logprob(p) for p in delta.prompt_logprobs] if len(delta.prompt_logprobs) <= MAX_SCORES else [],
+        [_logprob(p) for p in delta.prompt_logprobs],
         completion,
         list(delta.text_offset),
     )

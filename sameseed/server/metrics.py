@@ -58,11 +58,8 @@ class ServerMetrics:
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model_name)
         self.generation_tokens = counter("generation_tokens", "tokens written").labels(model_name)
         self._success = counter("request_success", "sequences that were completed, by why", "finished_reason")
-        self._requests = counter(
-            "http_requests", "requests, by route and status (499: the client left)", "route", "status"
-        )
         # Under the names without prefix that FastAPI dashboards read.
-        by, text = ("handler", "method"), "requests, by route and kind of status"
+        by, text = ("handler", "method"), "requests, by route and status (499: the client left)"
         self._http = Counter("http_requests", text, (*by, "status"), registry=self.registry)
         name, text = "http_request_duration_seconds", "from arrival to the end, by route"
         self._seconds = Histogram(name, text, by, buckets=_WHOLE, registry=self.registry)
@@ -87,8 +84,7 @@ class ServerMetrics:
 
     def answered(self, visit: Visit, route: str, status: int) -> None:
         """Count a request that was answered, or whose client disconnected (499)."""
-        self._requests.labels(self._model_name, route, str(status)).inc()
-        self._http.labels(route, visit.method, f"{status // 100}xx").inc()
+        self._http.labels(route, visit.method, str(status)).inc()
         self._seconds.labels(route, visit.method).observe(time.monotonic() - visit.arrived)
 
     def ended(self, reply: Reply) -> None:
@@ -135,7 +131,7 @@ class _EngineCounters(Collector):
         yield self._family(gauge, "num_requests_waiting", "sequences that wait for it", waiting)
         yield self._family(gauge, "kv_cache_usage_perc", "share of the cache's blocks that are taken, 0..1", used)
         yield self._family(gauge, "engine_up", "1 while an engine is loaded", up)
-        # The engine never sleeps, and sequences wait only for capacity.
+        # The engine never sleeps, and sequences wait only for capacity; vLLM's dashboards have panels for these.
         states = {state: float(state == "awake") for state in ("awake", "weights_offloaded", "discard_all")}
         yield self._family(gauge, "engine_sleep_state", "1: it is so", states, "sleep_state")
         reasons = {"capacity": waiting, "deferred": 0}

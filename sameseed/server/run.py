@@ -197,7 +197,7 @@ def greeting(url: str, model: str, drafter: str, locked: bool) -> str:
     curl = f"curl {f'--unix-socket {shlex.quote(path)} ' if path != url else ''}{http}/v1/chat/completions {key}"
     curl += f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
     how = "speculation off (no --draft)" if drafter == "none" else f"drafter: {drafter}"
-    pages = "" if path != url else f"  page  {url}/\n  docs  {url}/docs\n"
+    pages = "" if path != url else f"  page  {url}/\n"
     return f"ready: {model}, {how}\n\n{pages}  try   {curl}\n\nCtrl-C ends it."
 
 

@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import RequestError, SameseedError, reason
+from sameseed.errors import SameseedError, reason
 from sameseed.request import Grammar
 from sameseed.server import frames, logs
 from sameseed.server.frames import Abort, Add, Forget, Frame, Load, LoadGrammar, Prepare, ToEngine
@@ -39,78 +39,52 @@ log = logging.getLogger("sameseed")
 MakeGrammar = Callable[[], Grammar]
 
 
-class Loader:
-    """Takes the frames that concern grammars, in order, and passes requests on together with their grammar.
+class GrammarStore:
+    """The engine's compiled grammars, by the key that the server gave each; for one thread, which takes the frames.
 
-    The grammar is passed as a function that makes it for one sequence, or raises its error. So every request is passed
-    on, whatever fails here.
+    The library loads in another thread meanwhile, for the helper that compiles must load it, too.
     """
 
-    def __init__(self, deliver: Callable[[Add, MakeGrammar], None], vocabulary: Callable[[], Vocabulary]) -> None:
-        self._deliver, self._vocabulary = deliver, vocabulary
-        self._grammars: dict[str, Any] = {}  # by key; the server says which to keep
-        self._waiting: set[str] = set()  # requests that were not passed on yet
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "grammars")
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._vocabulary = vocabulary
+        self._languages: dict[str, Any] = {}
 
-    def takes(self, frame: ToEngine) -> bool:
-        """Take a frame that concerns grammars, or aborts a request that waits here. Returns whether it was taken."""
-        if isinstance(frame, Abort):
-            with self._lock:
-                waited = frame.id in self._waiting
-                self._waiting.discard(frame.id)
-            return waited
-        if isinstance(frame, Add) and (frame.choice or frame.grammar):
-            with self._lock:
-                self._waiting.add(frame.id)
-        elif not isinstance(frame, Prepare | LoadGrammar | Forget):
-            return False
-        self._thread.submit(self._take, frame)
-        return True
+    def take(self, frame: Prepare | LoadGrammar | Forget) -> None:
+        """Load the library, or keep or drop a grammar. One that cannot be loaded is missing: its requests fail."""
+        if isinstance(frame, Forget):
+            self._languages.pop(frame.key, None)
+        elif isinstance(frame, Prepare):
+            _ = self._matching
+        else:
+            try:
+                self._languages[frame.key] = self._matching.result().language(frame.data)
+            except Exception:
+                log.exception("a compiled grammar could not be loaded")
 
-    def _take(self, frame: ToEngine) -> None:
-        try:
-            if isinstance(frame, Add):
-                try:
-                    make = self._maker(frame.choice, frame.grammar)
-                except Exception as error:  # raised when the request is added, which refuses it
-                    make = partial(_raise, error)
-                with self._lock:
-                    wanted = frame.id in self._waiting
-                    self._waiting.discard(frame.id)
-                    if wanted:  # under the lock: an abort comes later, or is seen here
-                        self._deliver(frame, make)
-            elif isinstance(frame, Forget):
-                self._grammars.pop(frame.key, None)
-            elif isinstance(frame, LoadGrammar):
-                self._grammars[frame.key] = self._matching.language(frame.data)
-            else:  # load the library while the helper compiles
-                _ = self._matching
-        except RequestError as error:  # the library is missing; the request is refused for it
-            log.warning("%s", error)
-        except Exception:
-            log.exception("a compiled grammar could not be loaded")
-
-    def _maker(self, choice: list[str] | None, key: str | None) -> MakeGrammar:
+    def maker(self, frame: Add) -> MakeGrammar | None:
+        """What makes a request's grammar for one sequence, or raises its error; None for a free text."""
         from sameseed.grammar import Choice
 
-        if choice:
-            shared = Choice(choice, self._words)
-            return lambda: shared
-        grammar = self._grammars.get(key or "")
-        if grammar is None:
-            raise RuntimeError("the request's grammar is not there")
-        return lambda: self._matching.matched(grammar)
+        try:
+            if frame.choice:
+                shared = Choice(frame.choice, self._words)
+                return lambda: shared
+            if frame.grammar:
+                language, matching = self._languages[frame.grammar], self._matching.result()
+                return lambda: matching.matched(language)
+        except Exception as error:  # raised when the request is added, which refuses it
+            return partial(_raise, error)
+        return None
 
     @cached_property
     def _words(self) -> Vocabulary:
         return self._vocabulary()
 
     @cached_property
-    def _matching(self) -> Matching:
+    def _matching(self) -> Future[Matching]:
         from sameseed.grammar.matching import Matching
 
-        return Matching(self._words)
+        return ThreadPoolExecutor(1, "grammars").submit(lambda: Matching(self._words))
 
 
 def _raise(error: Exception) -> Grammar:
@@ -137,7 +111,7 @@ class Worker:
         self._pass_tokens = 0
         self.engine: Engine | None = None
         self._same: NDArray[np.bool_] | None = None  # see `_at_beginning`
-        self._loader = Loader(lambda *action: self._inbox.put(action), self._vocabulary)
+        self.grammars = GrammarStore(self._vocabulary)
 
     def run(self) -> int:
         """Load the model named by the first frame, then serve until the socket closes; returns the exit code."""
@@ -201,9 +175,6 @@ class Worker:
         return 0
 
     def _give_out(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            for scores in frames.scores(delta):
-                self.send(scores)
         if deltas:
             ended = any(d.completion is not None for d in deltas)  # then counters go along, to be current
             items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
@@ -288,8 +259,10 @@ class Worker:
         unpacker: frames.Unpacker[ToEngine] = frames.Unpacker(ToEngine)
         try:
             for frame in unpacker.each(self._socket.makefile("rb")):
-                if not self._loader.takes(frame):
-                    self._inbox.put((frame, None))
+                if isinstance(frame, Prepare | LoadGrammar | Forget):
+                    self.grammars.take(frame)
+                else:
+                    self._inbox.put((frame, self.grammars.maker(frame) if isinstance(frame, Add) else None))
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
         except Exception:  # e.g. no thread can be started; without a reader the process must end

@@ -87,14 +87,11 @@ class Inside(EngineClient):
         (add,) = frames.Unpacker[frames.Add](frames.Add).each(io.BytesIO(packed))
         self.adds.append(add)
         stream, back = Stream(request, lambda request_id: None), frames.Unpacker[frames.Deltas](frames.Deltas)
-        make = self.worker._loader._maker(add.choice, add.grammar) if add.choice or add.grammar else None
-        self.worker._add(self.engine, add, make)
+        self.worker._add(self.engine, add, self.worker.grammars.maker(add))
         steps = MOST_STEPS
         while self.engine.has_work and steps:
             steps -= 1
             deltas = self.engine.step()
-            for scores in (s for d in deltas for s in frames.scores(d)):
-                stream.hold(scores.index, scores.items)
             items = [(d.request_id, frames.piece(d)) for d in deltas]
             for frame in back.each(io.BytesIO(frames.pack(frames.Deltas(items, None)))):
                 for _, piece in frame.items:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 from sameseed.server import frames
-from sameseed.server.client import Stream
 
 UNPACKER: frames.Unpacker[frames.ToEngine] = frames.Unpacker(frames.ToEngine)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -79,22 +77,6 @@ def test_numbers_that_json_has_not_are_not_sent() -> None:
     token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
     sent = frames.piece(Delta("r", 0, "t", (1,), ("ngram",), None, (token,)))
     assert sent.logprobs == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
-
-
-def test_no_frame_grows_with_the_prompt() -> None:
-    scores = tuple(TokenLogprob(i, -1.0, ((i, -1.0),)) for i in range(frames.MAX_SCORES * 2 + 5))
-    delta = Delta("r", 3, "t", (1,), ("ngram",), None, (), scores)
-    before, piece = frames.scores(delta), frames.piece(delta)
-    assert [len(f.items) for f in before] == [frames.MAX_SCORES, frames.MAX_SCORES, 5]
-    assert not piece.prompt_logprobs and piece.text == "t"
-    stream = Stream(frames.Add("r", [[1]], SamplingParams(n=4)), lambda request_id: None)
-    for frame in before:
-        assert frame.id == "r"
-        stream.hold(frame.index, frame.items)
-    stream.push(piece)
-    assert [token for token, _, _ in piece.prompt_logprobs] == list(range(len(scores)))
-    short = dataclasses.replace(delta, prompt_logprobs=scores[:5])
-    assert frames.scores(short) == [] and len(frames.piece(short).prompt_logprobs) == 5
 
 
 def through(frame: frames.ToEngine | frames.FromEngine) -> Any:

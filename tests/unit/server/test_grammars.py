@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import random
 import re
 import signal
@@ -31,7 +30,7 @@ from sameseed.server.reading import read
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import FORMATS, Call, More, Parser
-from sameseed.server.worker import Loader
+from sameseed.server.worker import GrammarStore
 
 
 class Pretended:
@@ -145,59 +144,49 @@ def words(pair: Pair) -> Matching:
     return Matching(vocabulary(pair.tokenizer, MODEL_VOCAB, [EOS]))
 
 
+def asked(grammar: str | None, choice: list[str] | None = None) -> frames.Add:
+    return frames.Add("1", [[1]], SamplingParams(), choice=choice, grammar=grammar)
+
+
 def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
-    """In order. An abort works before its request is ready; a grammar that cannot be loaded fails only its request."""
-    delivered: queue.Queue[Any] = queue.Queue()
+    """A grammar is that of its key when the request came; one that cannot be loaded fails only its request."""
     calls = []
 
     def make() -> Vocabulary:
         calls.append(1)
         return words.vocabulary
 
-    def add(request_id: str, grammar: str | None, choice: list[str] | None = None) -> frames.Add:
-        return frames.Add(request_id, [[1]], SamplingParams(), choice=choice, grammar=grammar)
-
-    loader = Loader(lambda *item: delivered.put(item), make)
-    assert not loader.takes(add("plain", None)) and not loader.takes(frames.Abort("x"))
-    data = words.compiled("regex", "[ab]{2}")
-    sent: list[frames.ToEngine] = [
-        frames.LoadGrammar("k", data),
-        add("1", "k"),
-        add("gone", "k"),
-        frames.Abort("gone"),
-        frames.Forget("k"),
-        add("2", "k"),
-        frames.LoadGrammar("broken", "json {"),
-        add("3", "broken"),
-        add("4", None, ["ab"]),
-    ]
-    for frame in sent:
-        assert loader.takes(frame)
-    handed, makers = zip(*(delivered.get(timeout=60) for _ in range(4)), strict=True)
-    assert [f.id for f in handed] == ["1", "2", "3", "4"]
-    first, again = makers[0](), makers[0]()
+    store = GrammarStore(make)
+    assert store.maker(asked(None)) is None and not calls
+    store.take(frames.Prepare())
+    store.take(frames.LoadGrammar("k", words.compiled("regex", "[ab]{2}")))
+    store.take(frames.LoadGrammar("broken", "json {"))
+    made = store.maker(asked("k"))
+    store.take(frames.Forget("k"))
+    assert made is not None
+    first, again = made(), made()
     assert first is not again and first.allowed((), ()).any()
-    for missing in makers[1:3]:
-        with pytest.raises(RuntimeError, match="not there"):
-            missing()
-    assert makers[3]().allowed((), ()).any() and len(calls) == 1
-    assert loader.takes(add("gone", "k")) and delivered.get(timeout=60)[0].id == "gone"
+    for key in ("k", "broken"):
+        missing = store.maker(asked(key))
+        with pytest.raises(KeyError):
+            assert missing is not None and missing()
+    choice = store.maker(asked(None, ["ab"]))
+    assert choice is not None and choice().allowed((), ()).any() and len(calls) == 1
 
 
-def test_a_request_whose_grammar_cannot_be_made_is_handed_on_all_the_same() -> None:
-    """The request is passed on so that it is refused; nobody else would answer it. An abort then finds nothing here."""
-    delivered: queue.Queue[Any] = queue.Queue()
+def test_a_request_whose_grammar_cannot_be_made_is_refused_later() -> None:
+    """The reader of frames must not end with it: the request is refused when it is added."""
 
     def broken() -> Vocabulary:
         raise MemoryError
 
-    loader = Loader(lambda *item: delivered.put(item), broken)
+    store = GrammarStore(broken)
     for _ in range(2):
-        assert loader.takes(frames.Prepare())
-        assert loader.takes(frames.Add("1", [[1]], SamplingParams(), choice=["ab"]))
+        store.take(frames.Prepare())
+        store.take(frames.LoadGrammar("k", "{}"))
+        made = store.maker(asked(None, ["ab"]))
         with pytest.raises(MemoryError):
-            delivered.get(timeout=60)[1]()
-        assert not loader.takes(frames.Abort("1"))
+            assert made is not None and made()
 
 
 WEATHER = {
