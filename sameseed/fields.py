@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError, SameseedError, nearest
 
 T = TypeVar("T")
 NAMES = {Mapping: "object", tuple: "list", type(None): "none"}
+LARGEST = sys.float_info.max  # an upper bound that keeps infinity out
 
 
 def parse(kind: type[T], data: object, where: str = "") -> T:
@@ -53,8 +56,8 @@ def check_ranges(options: object) -> None:
         if value is None or above is None or (low <= value <= high and not (above and value == low)):
             continue
         least = f"{'above' if above else 'at least'} {low:g}"
-        bounds = f"be {least}" if high == math.inf or above else f"lie in {low:g}..{high:g}"
-        most = f" and at most {high:g}" if above and high < math.inf else ""
+        bounds = f"be {least}" if high >= LARGEST or above else f"lie in {low:g}..{high:g}"
+        most = f" and at most {high:g}" if above and high < LARGEST else ""
         raise ConfigError(f"{f.name} must {bounds}{most}, got {value!r}")
 
 
@@ -83,7 +86,7 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
         return tuple(value_of(arguments[0], item, f"{name}[{i}]", where) for i, item in enumerate(value))
     elif kind is Any or (isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int)):
         return value
-    elif kind is float and type(value) is int:
+    elif kind is float and type(value) is int and abs(value) <= LARGEST:
         return float(value)
     elif dataclasses.is_dataclass(kind):
         return parse(kind, value, f"{_place(where)}{name}")  # type: ignore[arg-type]  # a class
@@ -92,6 +95,7 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
     raise ConfigError(f"{_place(where)}option {name!r} must be of type {wanted}, got {value!r}")
 
 
+@cache
 def hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, by name."""
     found = typing.get_type_hints(kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import InitVar, asdict, dataclass, field
 from enum import Enum
@@ -12,7 +11,8 @@ from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from sameseed import fields, habits
-from sameseed.errors import RequestError
+from sameseed.errors import ConfigError, RequestError
+from sameseed.fields import LARGEST, within
 
 MAX_SEED = 2**63 - 1
 MAX_CONTEXT = 2**31 - 1  # tokens, unless a model has a smaller limit
@@ -48,59 +48,44 @@ class SamplingParams:
     tokens in the text. Raises RequestError for a value out of range.
     """
 
-    max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int = within(128, 1)
+    min_tokens: int = within(0, 0)
+    temperature: float = within(0.0, 0, LARGEST)
+    top_k: int = within(0, -1, 2**31 - 1)
+    top_p: float = within(1.0, 0, 1, above=True)
+    min_p: float = within(0.0, 0, 1)
+    repetition_penalty: float = within(1.0, 0, LARGEST, above=True)
+    presence_penalty: float = within(0.0, -2, 2)
+    frequency_penalty: float = within(0.0, -2, 2)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    n: int = 1
-    seed: int | None = None
-    logprobs: int | None = None
+    n: int = within(1, 1, 128)
+    seed: int | None = within(None, 0, MAX_SEED)
+    logprobs: int | None = within(None, 0, 100)
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name, value in (
-            ("stop", stop),
-            ("stop_token_ids", tuple(self.stop_token_ids)),
-            ("banned_token_ids", tuple(self.banned_token_ids)),
-            ("logit_bias", dict(self.logit_bias)),
-            ("allowed_token_ids", None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)),
-        ):
-            object.__setattr__(self, name, value)
-        _check("temperature", self.temperature, 0.0, None)
-        _check("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, None, low_open=True)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_int("n", self.n, 1, 128)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 100)
-        for token, bias in self.logit_bias.items():
-            _check_int("a token of logit_bias", token, 0, None)
-            _check(f"logit_bias of token {token}", bias, -math.inf, None)
-        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-            for token in getattr(self, name) or ():
-                _check_int(f"a token of {name}", token, 0, None)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "banned_token_ids", "allowed_token_ids"):  # copies, of lists too
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        _check(self)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
+        for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            if any(type(token) is not int or token < 0 for token in getattr(self, name) or ()):
+                raise RequestError(f"{name}: a token is a whole number, at least 0")
+        if any(not isinstance(bias, int | float) or not bias <= LARGEST for bias in self.logit_bias.values()):
+            raise RequestError("logit_bias: a bias is a number, or -inf")
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.banned_token_ids):
             raise RequestError("allowed_token_ids leaves no token that is not banned; allow at least one")
-        if any(not isinstance(s, str) or not s for s in self.stop):
+        if not all(self.stop):
             raise RequestError("stop strings must be non-empty text; drop the empty ones")
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
@@ -134,21 +119,12 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         raise RequestError(f"{name}: token ids must lie in 0..{vocab_size - 1}, the model's vocabulary", name)
 
 
-def _check(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    finite = number and (abs(value) <= sys.float_info.max or value == low)  # a whole number may be beyond all floats
-    inside = finite and (value > low if low_open else value >= low) and (high is None or value <= high)
-    if not inside:
-        upper = "" if high is None else f" and at most {high:g}"
-        raise RequestError(
-            f"{name} must be a number {'above' if low_open else 'at least'} {low:g}{upper}, got {value!r}"
-        )
-
-
-def _check_int(name: str, value: int, low: int, high: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise RequestError(f"{name} must be a whole number, at least {low}{upper}, got {value!r}")
+def _check(options: object) -> None:
+    """Raise RequestError if a field of a dataclass has another type, or lies out of its range."""
+    try:
+        fields.check(options)
+    except ConfigError as error:
+        raise RequestError(str(error)) from None
 
 
 SPECULATION_POLICIES = ("off", "fixed", "history", "disco", "goodput")
@@ -159,13 +135,12 @@ class Speculation:
     """How to draft for a request: a policy (one of SPECULATION_POLICIES; None: the engine's), most tokens per round."""
 
     policy: str | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int | None = within(None, 0, 64)
 
     def __post_init__(self) -> None:
+        _check(self)
         if self.policy is not None and self.policy not in SPECULATION_POLICIES:
             raise RequestError(f"speculation must be one of {', '.join(SPECULATION_POLICIES)}, got {self.policy!r}")
-        if self.num_draft_tokens is not None:
-            _check_int("speculation: num_draft_tokens", self.num_draft_tokens, 0, 64)
 
     def of(self, length: int) -> int:
         """The request's draft length, if its policy decides on `length`."""

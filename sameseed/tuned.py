@@ -184,7 +184,6 @@ class Tuned:
     predicted: Mapping[str, TunedFigure] = field(default_factory=dict)
     measured: Mapping[str, TunedFigure] = field(default_factory=dict)
     quality: Mapping[str, TunedFigure] = field(default_factory=dict)
-    cost: PassCosts = field(default_factory=PassCosts)
     acceptance: AcceptRates = field(default_factory=AcceptRates)
     rejected: tuple[Loser, ...] = ()
     date: str = ""
@@ -218,16 +217,12 @@ class Tuned:
         if isinstance(chosen, dict) and isinstance(chosen.get("by_batch"), dict):
             chosen["by_batch"] = _pairs(chosen["by_batch"], where)
         tuned = fields.parse(cls, table, where)
-        rows, costs, rates = tuned.cost.rows, tuned.cost, tuned.acceptance
-        times = (*costs.ms, *costs.draft_ms, costs.draft_start_ms, costs.gap_ms)
-        right = all(0 <= ms < math.inf for ms in times) and 0 not in costs.ms and costs.context >= 0
-        right &= all(row >= 1 for row in rows) and list(rows) == sorted(rows)
-        right &= len(costs.ms) == len(rows) and len(costs.draft_ms) in (0, len(rows))
+        rates = tuned.acceptance
         chances = (*rates.conditional_accept_rates, *rates.marginal_accept_rates)
-        right &= all(0 <= chance <= 1.000001 for chance in chances) and 1 <= rates.mean_accept_length < math.inf
+        right = all(0 <= chance <= 1.000001 for chance in chances) and 1 <= rates.mean_accept_length < math.inf
         right &= all(0 <= length <= MAX_DRAFT_TOKENS for _, length in tuned.chosen.by_batch)
         if not right:
-            raise ConfigError(f"{where} has impossible costs, chances or draft lengths; tune again")
+            raise ConfigError(f"{where} has impossible chances or draft lengths; tune again")
         return tuned
 
 

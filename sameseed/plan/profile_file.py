@@ -25,7 +25,6 @@ WORDS = {
     "less 1. grade: paper (bytes alone) or profiled (measured costs).",
     "measured": "What real runs gave, in turns with plain decoding, with 80 % intervals.",
     "quality": "Perplexity of the chosen formats over that of the checkpoint's own weights, with a 95 % interval.",
-    "cost": "Milliseconds of the target's passes by rows (new tokens), of a draft step by sequences, and between them.",
     "acceptance": "How often the draft's token at each place is the target's own choice.",
     "rejected": "What else was tried. why: slower, first token, memory, late (a bound was missed), quality, dominated "
     "(worse by prediction), time (none was left), or impossible. "

@@ -15,7 +15,7 @@ from sameseed.engine.scope import machine_here
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.plan.profile_file import text, write
-from sameseed.tuned import AcceptRates, Chosen, Loser, PassCosts, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
+from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
 
 def made(**changes: object) -> Tuned:
@@ -35,7 +35,6 @@ FULL = dataclasses.replace(
     predicted={"speedup": TunedFigure(1.9, 1.7, 2.1, "profiled", 0.03)},
     measured={"speedup": TunedFigure(1.84, 1.8, 1.9), "tokens per s": TunedFigure(41, 40, 42)},
     quality={"perplexity_ratio": TunedFigure(1.004, 1.001, 1.007)},
-    cost=PassCosts((1, 2, 4), (10.0, 10.1, 11.25), (1.0, 1.0, 1.5), 0.1, 0.3, 64),
     acceptance=AcceptRates((0.8, 0.7), (0.8, 0.56), 2.36, 400),
     rejected=(Loser({"draft": "none"}, "slower", 0.5, 0.48, 0.52), Loser({"format": "bf16"}, "memory", note="9 GiB")),
     date="2026-11-22",
@@ -53,7 +52,7 @@ def test_a_file_reads_as_it_was_written(tuned: Tuned, tmp_path: Path) -> None:
 def test_every_section_is_explained() -> None:
     lines = text(FULL).splitlines()
     sections = [i for i, line in enumerate(lines) if line.startswith("[") and line != "[[rejected]]"]
-    assert len(sections) == 9 and all(lines[i - 1].startswith("# ") for i in sections)
+    assert len(sections) == 8 and all(lines[i - 1].startswith("# ") for i in sections)
 
 
 def test_the_table_by_batch_has_no_gaps() -> None:

@@ -60,7 +60,7 @@ def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
         ("n", limits.MAX_N + 1, "n"),
         ("n", 0, "n"),
         ("max_tokens", True, "max_tokens"),
-        ("max_tokens", 1.0, "max_tokens"),
+        ("max_tokens", 1.5, "max_tokens"),
         ("max_tokens", -1, "max_tokens"),
         ("logprobs", limits.MAX_TOP_LOGPROBS + 1, "logprobs"),
         ("stop", ["a"] * (limits.MAX_STOP + 1), "stop"),
