@@ -97,65 +97,59 @@ def logit_bytes(shape: ModelConfig) -> int:
 def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
     """Blocks of each model's cache: as configured, else for `max_num_seqs` longest requests, within a memory share.
 
-    Raises ConfigError if a longest request and the weights do not fit into memory together.
+    On a GPU the cache gets what weights and a pass leave of the engine's memory share. Raises ConfigError if a longest
+    request and the weights do not fit into memory together.
     """
-    size, count = config.cache.block_size, config.cache.num_blocks
+    size, count, seqs = config.cache.block_size, config.cache.num_blocks, config.max_num_seqs
     longest = -(-max_len // size)
     if count is not None and count < longest:
         raise ConfigError(
             f"num_blocks {count} of {size} tokens cannot hold one request of {max_len} tokens: "
             f"raise it to {longest}, or lower max_model_len to {count * size}"
         )
-    if config.device != "cpu":
-        return _plan_device(config, max_len, longest, demands)
     weights, block = sum(d.weights + d.states for d in demands), sum(d.block for d in demands)
-    free, passing, least = available_memory(), max(d.passing for d in demands), longest if count is None else count
-    most = (free - weights - passing) // block if block else longest * config.max_num_seqs
+    passing = max(d.passing for d in demands)
+    if config.device == "cpu":
+        room, of_what = available_memory(), ""
+    else:
+        share = config.gpu_memory_utilization
+        room, free, total = devices.memory_room(config.device, share)
+        of_what = f" ({share:g} of the {total / GIB:.1f} GiB of {config.device}, by --gpu-memory-utilization; "
+        of_what += f"{free / GIB:.1f} of them are free)"
+        passing += PARTS + GRAPHS + sum(d.logits for d in demands)
+    least = count or longest
+    most = (room - weights - passing) // block if block else longest * seqs
     if most < least:
-        coarse = all(str(d.quant).startswith("w4") for d in demands)
-        smaller = "a smaller --format (w8a8 takes half of bf16; w4a8 a quarter, at a loss)"
-        remedies = [smaller] if weights > least * block and not coarse else []
-        lower = f"max_model_len to {most * size}" if count is None else f"num_blocks to {most}"
-        remedies += [f"lower {lower}, the most that fits"] if most > 0 else []
-        remedies += [f"lower max_num_seqs, {config.max_num_seqs} now"] if any(d.states for d in demands) else []
-        remedies = remedies or ["take a smaller model"]
-        asked = _asked(config, max_len, demands, least * block)
+        asked = _asked(config, max_len, demands, weights, least * block)
+        remedies = ", or ".join(_remedies(config, demands, weights > least * block, most))
         raise ConfigError(
-            f"{asked}, a pass {passing / GIB:.1f} GiB, and {free / GIB:.1f} GiB may be taken: {', or '.join(remedies)}"
+            f"{asked}, a pass {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken{of_what}: {remedies}"
         )
     if count is not None:
         return count
-    return min(most, max(longest, min(longest * config.max_num_seqs, int((free - weights) * CACHE_SHARE / block))))
+    if config.device != "cpu":
+        return min(most, longest * seqs)
+    return min(most, max(longest, min(longest * seqs, int((room - weights) * CACHE_SHARE / block))))
 
 
-def _plan_device(config: EngineConfig, max_len: int, longest: int, demands: list[Demand]) -> int:
-    """Like `plan_blocks`, on a GPU: the cache gets what weights and a pass leave of the engine's memory share."""
-    count, size = config.cache.num_blocks, config.cache.block_size
-    share = config.gpu_memory_utilization
-    room, free, total = devices.memory_room(config.device, share)
-    weights, block = sum(d.weights for d in demands), sum(d.block for d in demands)
-    passing = PARTS + GRAPHS + max(d.passing for d in demands) + sum(d.logits for d in demands)
-    most, least = (room - weights - passing) // block if block else longest * config.max_num_seqs, count or longest
-    if most >= least:
-        return count if count is not None else min(longest * config.max_num_seqs, most)
-    asked = _asked(config, max_len, demands, least * block)
-    said = f"{asked}, a pass with its graphs {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken: {share:g} "
-    said += (
-        f"of the {total / GIB:.1f} GiB of {config.device} (--gpu-memory-utilization), {free / GIB:.1f} of them free. "
-    )
-    if most < 1:
-        raise ConfigError(f"{said}No context fits: take a smaller --format (w4a16 takes a quarter of bf16)")
-    tokens, seqs = most * size, config.max_num_seqs
-    fits = f"{most} blocks" if count is not None else f"one request of {tokens} tokens"
-    fits += f", or {seqs} at once of {most // seqs * size} tokens each" if most >= seqs > 1 else ""
-    remedy = "num_blocks" if count is not None else "max_model_len"
-    raise ConfigError(f"{said}The most that fits is {fits}: lower {remedy}, or take a smaller --format")
-
-
-def _asked(config: EngineConfig, max_len: int, demands: list[Demand], cache: int) -> str:
+def _asked(config: EngineConfig, max_len: int, demands: list[Demand], weights: int, cache: int) -> str:
     """Text for errors: what weights and a cache of `cache` bytes take."""
     formats, count = " and ".join(dict.fromkeys(str(d.quant) for d in demands)), config.cache.num_blocks
     what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
-    weights = sum(d.weights + d.states for d in demands)
     formats += " and recurrent states" if any(d.states for d in demands) else ""
     return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"
+
+
+def _remedies(config: EngineConfig, demands: list[Demand], heavy: bool, most: int) -> list[str]:
+    """What to set, if at most `most` blocks fit. `heavy`: the weights take more than the cache."""
+    made, size, seqs = [], config.cache.block_size, config.max_num_seqs
+    if heavy and not all(str(d.quant).startswith("w4") for d in demands):
+        made.append("take a smaller --format (w8a8 takes half of bf16; w4a8 a quarter, at a loss)")
+    if most > 0 and config.cache.num_blocks is not None:
+        made.append(f"lower num_blocks to {most}, the most that fits")
+    elif most > 0:
+        several = f" ({most // seqs * size} for {seqs} requests at once)" if most >= seqs > 1 else ""
+        made.append(f"lower max_model_len to {most * size}, the most that fits{several}")
+    if any(d.states for d in demands):
+        made.append(f"lower max_num_seqs, {seqs} now")
+    return made or ["take a smaller model"]

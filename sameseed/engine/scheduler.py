@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 
-from sameseed.engine.fairness import Fairness
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.request import Sequence
 
@@ -100,7 +100,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by importance, then by their first start
         self.num_preemptions = 0
         self._standing: dict[Sequence, _Standing] = {}
-        self._fairness = Fairness()
+        self._last_start: dict[str, float] = {}  # the number of the last start, by owner of a sequence here
+        self._num_starts = 0
         self._num_started = 0
         self._num_added = 0
 
@@ -109,7 +110,7 @@ class Scheduler:
         seq.context = self.max_model_len
         self._standing[seq] = _Standing(seq.priority, self._num_added)
         self._num_added += 1
-        self._fairness.enter(seq.owner)
+        self._last_start.setdefault(seq.owner, self._num_starts - 0.5)  # a new owner goes before the latest one
         insort(self.waiting, seq, key=self._by_arrival)
 
     def _by_arrival(self, seq: Sequence) -> tuple[bool, int, int]:
@@ -127,9 +128,9 @@ class Scheduler:
     def finish(self, seq: Sequence) -> None:
         """Remove a sequence, finished or aborted, running or waiting, and free its blocks."""
         if self._standing.pop(seq, None) is not None:
-            ran = seq in self.running
-            (self.running if ran else self.waiting).remove(seq)
-            self._fairness.leave(seq.owner, ran)
+            (self.running if seq in self.running else self.waiting).remove(seq)
+            if all(other.owner != seq.owner for other in self._standing):
+                del self._last_start[seq.owner]
         self.blocks.release(seq)
 
     def schedule(self, draft_lengths: DraftLengths, prompt_seconds: PromptSeconds = lambda *rows: 0.0) -> Plan:
@@ -192,7 +193,6 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        self._fairness.stop(seq.owner)
         insort(self.waiting, seq, key=self._by_arrival)
         mine, running = self._standing[seq], (self._standing[other] for other in self.running)
         by = next((standing for standing in running if standing.passes(mine)), None)
@@ -221,7 +221,8 @@ class Scheduler:
                 self._num_started += 1
                 standing.num_started = self._num_started
             insort(self.running, seq, key=self._by_start)
-            self._fairness.start(seq.owner)
+            self._num_starts += 1
+            self._last_start[seq.owner] = self._num_starts
             self._count_pass(standing)
             chunks[seq] = size
             room.take(size, seq.num_cached)
@@ -239,9 +240,10 @@ class Scheduler:
                 if self._standing[seq].importance != importance:
                     break
                 firsts[seq.owner] = seq
-                if len(firsts) == len(self._fairness.num_waiting):
+                if len(firsts) == len(self._last_start):
                     break
-        return firsts[min(firsts, key=self._fairness.rank)]
+        running = Counter(seq.owner for seq in self.running)
+        return firsts[min(firsts, key=lambda owner: (running[owner], self._last_start[owner]))]
 
     def _count_pass(self, by: _Standing) -> None:
         """Count that the sequence `by` goes before the earliest waiting sequence that it passes.

@@ -93,7 +93,7 @@ def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
         assert given == settings
         return
     assert 1024 < given["max_model_len"] < longest
-    with pytest.raises(ConfigError, match="The most that fits"):
+    with pytest.raises(ConfigError, match="the most that fits"):
         Bench("embedded", ways, settings, load)
     left[0] = 8 << 30
     Bench("embedded", ways, given, load)
