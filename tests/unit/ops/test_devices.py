@@ -96,7 +96,7 @@ def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
 
 def test_memory_is_the_device_s(one_gpu):
     need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
-    with pytest.raises(ConfigError, match=r"4.0 GiB.* 0.8 GiB.* 3.0 GiB.* 0.9 of the 8.0"):
+    with pytest.raises(ConfigError, match=r"4.0 GiB.* 0.8 GiB.* 3.0 GiB.*0.9 of the 8.0"):
         plan_blocks(EngineConfig(device="cuda"), 512, need)
     blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
     assert blocks == 4 * 32  # all four requests fit
