@@ -7,7 +7,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
@@ -95,11 +95,13 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
     raise ConfigError(f"{_place(where)}option {name!r} must be of type {wanted}, got {value!r}")
 
 
-@cache
-def hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     """The types of a dataclass's fields, by name."""
     found = typing.get_type_hints(kind)
     return {f.name: found[f.name] for f in dataclasses.fields(kind)}
+
+
+hints: Callable[[type], dict[str, Any]] = cache(_hints)
 
 
 def _place(where: str) -> str:

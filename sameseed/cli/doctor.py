@@ -31,7 +31,7 @@ class DoctorArgs:
     source: Annotated[str, Positional]  # a server's URL, or a file with its /metrics
     seconds: float = 10.0  # seconds from the first reading of a server's metrics to the last
     plain_tokens_per_s: Annotated[float | None, option("X")] = None  # of plain decoding, all clients together, if known
-    cost: Annotated[Path | None, option("FILE")] = None  # file of `sameseed profile --json`, or of `sameseed tune`
+    cost: Annotated[Path | None, option("FILE")] = None  # file of `sameseed profile --json`
     api_key_file: Annotated[Path | None, option("FILE")] = None  # the server's key, on its first line
     json: Annotated[bool, option()] = False  # one JSON object instead of text
 

@@ -6,25 +6,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ConfigError
 from sameseed.measure.costs import Profile
 from sameseed.plan import faults
 from sameseed.plan.faults import Fault
 from sameseed.plan.metrics import Counted
 from sameseed.plan.pricing import Pricing, state_of
-from sameseed.tuned import PassCosts, Tuned
+from sameseed.tuned import PassCosts
 
 
 def read_costs(path: Path) -> PassCosts:
-    """Costs of passes from a tuned profile (TOML), or from `sameseed profile --json`. Raises ConfigError."""
-    costs = Tuned.read(path).cost if path.suffix == ".toml" else _of_profile(Profile.read(path))
-    if not costs.rows or len(costs.rows) != len(costs.ms) or len(costs.draft_ms) not in (0, len(costs.rows)):
-        raise ConfigError(f"{path} holds no costs of passes; write them: sameseed profile --json FILE")
-    return costs
+    """Costs of passes from `sameseed profile --json`. Raises ConfigError.
 
-
-def _of_profile(profile: Profile) -> PassCosts:
-    """Costs of the first format at its first context, and of the draft at the same rows."""
+    They are those of the first format at its first context, and of the draft at the same rows.
+    """
+    profile = Profile.read(path)
     name = profile.formats[0]
     context = profile.contexts(name)[0]
     rows = tuple(sorted({c.rows for c in profile.costs if c.format == name and c.context == context}))

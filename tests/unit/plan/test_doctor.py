@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
 from sameseed.errors import ConfigError
+from sameseed.measure.costs import Cost, Limits, Profile
 from sameseed.models.loader import resolve_model
 from sameseed.plan.doctor import Diagnosis, diagnose
 from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
@@ -335,13 +336,12 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_costs_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "page").write_text(STAGED["k too large"][0])
-    rows = "\n".join(f"{k} = {list(v)}" for k, v in (("rows", COSTS.rows), ("ms", map(float, COSTS.ms))))
-    text = (
-        'schema = "sameseed.profile-file/1"\n[machine]\ncpu="c"\nthreads=1\n[model]\nid="m"\n[chosen]\n[cost]\n' + rows
-    )
-    (tmp_path / "p.toml").write_text(text)
+    rows = zip(COSTS.rows, COSTS.ms, strict=True)
+    costs = tuple(Cost("bf16", "bf16", 64, m, ms, 1.0, ms, ms, 5, 1.0, 1.0) for m, ms in rows)
+    profile = Profile({}, costs, (), (), (), Limits(1, 1.0, None, 1.0, None, {}, {}, "native"))
+    (tmp_path / "good.json").write_text(json.dumps(profile.as_dict()))
     argv = ["doctor", str(tmp_path / "page"), "--json", "--cost"]
-    assert main([*argv, str(tmp_path / "p.toml")]) == 0
+    assert main([*argv, str(tmp_path / "good.json")]) == 0
     assert json.loads(capsys.readouterr().out)["need_is"] == "costs"
     (tmp_path / "p.json").write_text("{}")
     assert main([*argv, str(tmp_path / "p.json")]) == 2
