@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 HUGE = 1 << 21  # bytes of a huge page
+LINE = 64  # bytes of a cache line
+SHARED = 32 * HUGE  # bytes that tensors of an arena share; one of more than a quarter of that has its own memory
 
 
 def roomy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -18,6 +21,29 @@ def roomy(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | Non
     if (device is not None and device.type != "cpu") or size < 2 * HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     return _mapped(size, [(0, size)]).view(dtype).view(shape)
+
+
+class Arena:
+    """Memory for the weights of a model, side by side on huge pages: a matrix alone would end on normal ones.
+
+    Reading a token's weights takes 7 to 13 % less time so (docs/log/2026-q4.md). Memory is given back once none of the
+    tensors in it is left.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._lock = Lock()
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialized tensor, aligned to a cache line."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or 4 * size > SHARED:
+            return roomy(shape, dtype, device)
+        with self._lock:
+            if size > len(self._left):
+                self._left = roomy((SHARED,), torch.uint8)
+            taken, self._left = self._left[:size], self._left[-(-size // LINE) * LINE :]
+        return taken.view(dtype).view(shape)
 
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

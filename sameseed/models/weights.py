@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
-from sameseed.formats._memory import roomy
+from sameseed.formats._memory import Arena
 from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
@@ -215,6 +215,7 @@ class WeightReader:
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
         self.done = 0
         self._lock = Lock()
+        self._arena = Arena()
         self._threads: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> None:
@@ -352,12 +353,13 @@ class WeightReader:
             return found
 
         first = piece(0)
-        if height <= step:
+        if height <= step and (first.layout == "plain" or torch.device(self.device).type != "cpu"):
             return first
-        parts = {}  # allocated by the sizes of the first chunk, which is a full one
+        parts = {}  # allocated by the sizes of the first chunk, which is a full one unless it is the only one
         for part, tensor in first.parts.items():  # a part's first dimension is proportional to O
             unit = step // tensor.shape[0]  # weight rows per entry of the part: 1, or the rows of a tile
-            parts[part] = roomy((-(-height // unit), *tensor.shape[1:]), tensor.dtype, tensor.device)
+            entries = len(tensor) if height <= step else -(-height // unit)
+            parts[part] = self._arena.take((entries, *tensor.shape[1:]), tensor.dtype, tensor.device)
 
         def place(start: int) -> None:
             for part, tensor in (piece(start) if start else first).parts.items():
