@@ -206,14 +206,14 @@ def evaluations(found: list[Record]) -> str:
 
     found = last_run([r for r in found if r["comparison"] is not None and r["config"]["model"].startswith("embedded")])
     names = {"weights MB": "weights MB", "  over the baseline's": "perplexity over bf16's", "tokens/s": "tokens/s"}
-    names |= {"c(8)": "c(8)", "accepted as target": "accepted as target", "accepted as draft": "as draft"}
+    names |= {"accepted as target": "accepted as target", "accepted as draft": "as draft"}
     rows = [[r["config"]["label"], *(figures(r)[name].text() for name in names)] for r in found]
     text, c = found[0]["perplexity"], found[0]["config"]
     about = (
         f"{text['tokens']:,} tokens of {text['text'].split('.')[0]}; acceptance and speed of {c['num_prompts']} prompts"
     )
     about += f" x {c['max_tokens_of_speed']} tokens, draft {c['draft']}. {origins(found[:1])}"
-    return f"{markdown(['', *names.values()], rows, range(1, 7))}\n\n{about}"
+    return f"{markdown(['', *names.values()], rows, range(1, 6))}\n\n{about}"
 
 
 def losses(_: list[Record]) -> str:

@@ -28,7 +28,7 @@ COMMANDS = {
     "chat": "talk with a model, turn by turn",
     "serve": "a model behind OpenAI's API over HTTP, speculation inside",
     "bench": "measure speculative against plain decoding; one JSON line a measurement",
-    "eval": "measure perplexity and tasks; compare formats in quality, memory, speed and acceptance",
+    "eval": "measure perplexity and tasks; compare formats in quality, speed and acceptance",
     "verify-lossless": "prove that speculation changes nothing: tokens, sampling, cache; an HTML certificate",
     "verify-server": "check that a server returns the same text for the same request, under load and over time",
     "profile": "measure what a pass over M rows costs in each number format, and this machine's limits",

@@ -29,7 +29,7 @@ class EvalArgs:
     """Measure quality: perplexity by the published protocol, and tasks, each with its 95 % interval.
 
     --compare measures several models or formats side by side, MODEL[@FORMAT[@KVFORMAT]] each, the first being the
-    baseline: quality, size, memory, speed, and acceptance of drafts. Tasks: perplexity, humaneval, gsm8k, mmlu_pro,
+    baseline: quality, size, speed, and acceptance of drafts. Tasks: perplexity, humaneval, gsm8k, mmlu_pro,
     mmlu_pro_likelihood. HumanEval runs the model's code, in a process with limits.
     """
 
@@ -51,9 +51,7 @@ class EvalArgs:
     prompts: Annotated[Path | None, option("FILE")] = None  # --compare: prompts to continue; unset: the embedded ones
     num_prompts: int = 12  # --compare: prompts to take, spread over the file
     repeat: int = 3  # --compare: runs of each variant
-    no_advice: Annotated[bool, option()] = False  # --compare: do not measure which parts should keep more bits
-    # --compare: draw FILE-quality and FILE-cost, as .png and .svg
-    plot: Annotated[Path | None, option("FILE.png")] = None
+    plot: Annotated[Path | None, option("FILE.png")] = None  # --compare: draw the figures, as PNG and SVG
     out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
     json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
 
@@ -109,13 +107,14 @@ def _evaluate(
 
 def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:
     """The settings of a comparison of variants. Raises ConfigError."""
+    from sameseed.cli.console import check_outputs
     from sameseed.measure.quality import compare
     from sameseed.measure.quality.variant import Variant
     from sameseed.measure.workload import DEFAULT_PROMPTS
 
     if engine.settings.get("format", "auto") != "auto" or engine.settings.get("kv_format", "auto") != "auto":
         raise ConfigError("with --compare each variant names its formats: MODEL@FORMAT@KVFORMAT")
-    check_plot(args.plot)
+    check_outputs(plot=args.plot)
     if args.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {args.repeat}")
     if args.draft == "none":
@@ -130,17 +129,8 @@ def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, tex
         prompts=args.prompts or DEFAULT_PROMPTS,
         num_prompts=args.num_prompts,
         repeat=args.repeat,
-        advise=not args.no_advice,
         engine={k: v for k, v in engine.settings.items() if k not in OF_VARIANTS},
     )
-
-
-def check_plot(plot: Path | None) -> None:
-    """Raise ConfigError, before anything is measured, if the plots' files cannot be written."""
-    from sameseed.cli.console import check_outputs
-    from sameseed.measure.quality.show import page_paths
-
-    check_outputs(*((path, "--plot") for path in (page_paths(plot) if plot is not None else ())))
 
 
 def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool, plot: Path | None) -> int:
@@ -173,9 +163,6 @@ def report(variants: Seq[Any], asked: Comparing, out: Path | None, as_json: bool
     if not as_json:
         for table in show.comparison(found, console.width):
             show_table(table)
-        for label, a in ((label, a) for label, c in told for a in c["advice"]):
-            what = f"keep in higher precision: {', '.join(a['modules'])} ({a['reason']})"
-            console.print(f"{label}: {what}", soft_wrap=True)
     for label, warning in ((label, line) for label, c in told for line in c["warnings"]):
         errors.print(f"WARNING: {label}: {warning}", style="bold red", soft_wrap=True)
     if not as_json:

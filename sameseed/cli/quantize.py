@@ -104,7 +104,7 @@ def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
 
 def _report_settings(args: QuantizeArgs) -> Comparing:
     """The settings of --report, checked as far as possible before the model is quantized."""
-    from sameseed.cli.eval import check_plot
+    from sameseed.cli.console import check_outputs
     from sameseed.measure.quality import compare, suite
     from sameseed.measure.quality.tasks import TaskSettings
     from sameseed.report import record
@@ -114,7 +114,7 @@ def _report_settings(args: QuantizeArgs) -> Comparing:
     asked = compare.Comparing(settings=settings, text=text, engine={"device": args.device})
     asked.settings.params(1, ())  # a bad seed fails here
     suite.check(asked.tasks, asked.settings, asked.text)
-    check_plot(args.plot)
+    check_outputs(plot=args.plot)
     record.destination(None, "eval")
     return asked
 

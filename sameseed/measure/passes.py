@@ -121,12 +121,6 @@ class TimedModel:
         )
 
 
-def interleaved_seconds(jobs: Seq[tuple[TimedModel, Pass]], rounds: int) -> list[list[float]]:
-    """Seconds of each pass in each of `rounds` rounds over all passes, after one that warms up."""
-    each = [[model.seconds(job) for model, job in jobs] for _ in range(rounds + 1)]
-    return [list(seconds) for seconds in zip(*each[1:])]
-
-
 def least_work(
     c: ModelConfig,
     read_bytes: float,

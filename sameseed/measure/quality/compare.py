@@ -1,4 +1,4 @@
-"""Compare variants of a model: quality, size, memory, and a format's effect on speculation. Bench measures speed.
+"""Compare variants of a model: quality, size, and a format's effect on speculation. Bench measures speed.
 
 Acceptance is measured twice: with the variant as target and the baseline's draft, and with the variant as draft for the
 baseline. A format may keep perplexity low and still lose the agreement of draft and target, which perplexity does not
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,14 +24,13 @@ from sameseed.engine.memory import demand
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError, SameseedError, VocabularyError
 from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_batch
-from sameseed.measure.passes import Pass, TimedModel, interleaved_seconds
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality import suite
 from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
-from sameseed.measure.quality.show import CHAIN, CONTEXT, make_record
+from sameseed.measure.quality.show import make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
-from sameseed.measure.quality.variant import Footprint, Variant, footprint, measured_advice, recorded_advice, stored
+from sameseed.measure.quality.variant import Variant, stored
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, prompts_name, read_prompts
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
@@ -44,9 +43,7 @@ T = TypeVar("T")
 NEAR_ZERO = 0.05  # acceptance rate below which speculation only costs time
 FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warning is given
 LOST = 1.1  # perplexity over the baseline's, above which a warning is given
-ADVICE_RATIO = 1.005  # perplexity over the baseline's, above which advice is measured
 COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
-ROUNDS = 15  # runs of each pass
 Measured = tuple[dict[str, str], dict[str, Any]]  # formats, figures
 
 
@@ -68,7 +65,6 @@ class Comparing:
     num_prompts: int | None = 12
     max_tokens: int = 64
     repeat: int = 3
-    advise: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # keyword arguments of LLM besides formats and draft
 
 
@@ -136,14 +132,9 @@ def report(
         keep(v, quality)
         return quality
 
-    def memory_of(v: Variant) -> Footprint:
-        progress("memory, in processes of their own", parsed.index(v), len(parsed))
-        return footprint(v, asked.engine)
-
     qualities = each(parsed, quality_of, failed)
-    memories = each(list(qualities), memory_of, failed)
-    groups = _groups(list(memories), asked)
-    tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(memories))
+    groups = _groups(list(qualities), asked)
+    tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(qualities))
 
     def speeds_of(group: Seq[Variant]) -> dict[Variant, Measured]:
         found = _speeds(group, spec, prompts, asked, tick)
@@ -153,8 +144,8 @@ def report(
     try:
         speeds = {v: s for group in groups for v, s in speeds_of(group).items()}
     except (SameseedError, MemoryError):  # one of them cannot run: each by itself, to find out which
-        groups = [[v] for v in memories]
-        speeds = each(list(memories), lambda v: speeds_of([v])[v], failed)
+        groups = [[v] for v in qualities]
+        speeds = each(list(qualities), lambda v: speeds_of([v])[v], failed)
     run_id, name = record.now(), draft_text(spec) if spec.model is None else Path(spec.model).name
     shared = {
         "draft": f"{name}, {spec.num_draft_tokens} tokens",
@@ -174,8 +165,6 @@ def report(
             "baseline": base.label,
             "interleaved": len(groups) == 1,
             "disk_bytes": v.disk_bytes(),
-            "peak_memory_bytes": memories[v].peak,
-            "memory_added_bytes": memories[v].added,
             **figures,
             "as_draft": drafted,
             "notes": notes,
@@ -183,7 +172,7 @@ def report(
         made = make_record(v, asked.tasks, asked.settings, asked.text, qualities[v], {**config, **shared}, comparison)
         records.append({**made, "run": run_id})
     done = [qualities[v] for v in speeds]
-    _judge(list(speeds), records, done, asked, progress)
+    _judge(list(speeds), records, done, asked.settings.seed)
     return Comparison(records, done, {v.label: reason for v, reason in failed.items()})
 
 
@@ -238,9 +227,9 @@ def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
 def _speeds(
     variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing, tick: Callable[[], None]
 ) -> dict[Variant, Measured]:
-    """Formats of each variant, and its figures: plain and drafted runs by bench, passes by the profiler's timer.
+    """Formats of each variant, and its figures of plain and drafted runs, all interleaved.
 
-    All are interleaved. A variant that is the draft itself is drafted for by n-grams. `tick` is called after each
+    A variant that is the draft itself is drafted for by n-grams. `tick` is called after each
     prompt of an arm. Raises what LLM raises, RequestError for a prompt that does not fit.
     """
     ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
@@ -254,28 +243,17 @@ def _speeds(
     for bench, workload in benches:
         bench.warm_up(workload)
     runs = interleave(benches, asked.repeat, lambda label: tick())
-    context = min(CONTEXT, *(bench.llm.engine.runner.model.max_model_len - CHAIN for bench, _ in benches))
-    passes = [Pass("chain", context, rows) for rows in (1, CHAIN)]
-    models = []
-    for bench, _ in benches:
-        runner = bench.llm.engine.runner
-        models.append(TimedModel(runner.model, runner.cache.format, passes))
-    gc.collect()
-    seconds = interleaved_seconds([(model, p) for model in models for p in passes], ROUNDS)
     found = {}
-    for i, (v, (bench, _), model) in enumerate(zip(variants, benches, models)):
+    for v, (bench, _) in zip(variants, benches, strict=True):
+        runner, cache = bench.llm.engine.runner, bench.llm.engine.runner.cache
         plain, drafted = (runs[arm] for arm in bench.arms)
         pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(plain, drafted, strict=True)]
-        one, chain = (median(each) for each in seconds[2 * i : 2 * i + 2])
         figures = {
-            "weight_bytes": model.weight_bytes,
-            "kv_bytes_per_token": model.kv_row_bytes,
+            "weight_bytes": sum(m.nbytes for m in runner.model.weights.matrices),
+            "kv_bytes_per_token": cache.nbytes / (cache.num_blocks * cache.block_size),
             "as_target": _acceptance(drafted[0], asked.settings.seed),
             "tokens_per_s": median(a for a, _ in pairs),
             "drafted_tokens_per_s": median(b for _, b in pairs),
-            f"c{CHAIN}": chain / one,
-            "pass_1_ms": one * 1e3,
-            f"pass_{CHAIN}_ms": chain * 1e3,
             "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
             "equals_plain": all(run.texts == plain[0].texts for run in (*plain, *drafted)),
         }
@@ -315,11 +293,9 @@ def as_draft(
     return _acceptance(run, asked.settings.seed), None
 
 
-def _judge(
-    variants: list[Variant], records: list[dict[str, Any]], qualities: list[Quality], asked: Comparing, progress: Report
-) -> None:
-    """Fill in each record's ratios to the baseline, warnings and advice."""
-    base, seed = qualities[0], asked.settings.seed
+def _judge(variants: list[Variant], records: list[dict[str, Any]], qualities: list[Quality], seed: int) -> None:
+    """Fill in each record's ratios to the baseline, and its warnings."""
+    base = qualities[0]
     for v, made, quality in zip(variants, records, qualities, strict=True):
         its, first = made["comparison"], variants[0] == v
         its |= {"perplexity_ratio": None, "differences": {}}
@@ -336,12 +312,6 @@ def _judge(
         drafted = records[at]["comparison"]["as_draft"]
         own_rate = 1.0 if not at else None if drafted is None or variants[at] == v else drafted["acceptance_rate"]
         its["warnings"] = warnings(made, records[0], own_rate)
-        told = recorded_advice(v)
-        lost = its["perplexity_ratio"] and its["perplexity_ratio"]["value"]
-        if asked.advise and not told and its["perplexity_ratio"] and (lost is None or lost > ADVICE_RATIO):
-            text, _ = asked.text.read(asked.settings.data)
-            told = measured_advice(v, variants[0], text, asked.engine, progress)
-        its["advice"] = [asdict(a) for a in told]
 
 
 def warnings(made: Mapping[str, Any], base: Mapping[str, Any], own_rate: float | None) -> list[str]:

@@ -15,7 +15,7 @@ from sameseed.measure.quality.tasks import TaskSettings
 from sameseed.measure.quality.variant import Variant
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
-from sameseed.report.plot import Panel, Series, draw, plot_paths, source
+from sameseed.report.plot import Panel, Series, draw, source
 from sameseed.report.schemas import EVAL_SCHEMA
 from sameseed.report.table import table
 
@@ -51,14 +51,11 @@ def make_record(
     }
 
 
-CHAIN, CONTEXT = 8, 256  # rows of the pass in c(CHAIN), and tokens cached before it
 LEGEND = (
     "in brackets: 95 % bootstrap intervals (over questions; of perplexity over stretches of text; of ratios paired). "
-    "weights: in memory; memory added: peak of a process of its own above its start; as target: drafted for; as draft: "
-    "drafting for the first column; per draft: tokens that a draft yields, the target's own one included; "
-    f"c({CHAIN}): time of a pass over {CHAIN} tokens against one, {CONTEXT} cached"
+    "weights: in memory; as target: drafted for; as draft: drafting for the first column; per draft: tokens that a "
+    "draft yields, the target's own one included"
 )
-NOT_IN_DOCS = ("checkpoint MB", "KV bytes a token", "memory added MB", "bits a byte")
 NAMES_WIDTH, COLUMN_WIDTH = 24, 21  # characters of the names' column, and of a variant's (its intervals are widest)
 Record = Mapping[str, Any]
 
@@ -94,7 +91,6 @@ def figures(record: Record) -> dict[str, Figure]:
         "checkpoint MB": Figure(".1f", c["disk_bytes"] / 1e6),
         "weights MB": Figure(".1f", c["weight_bytes"] / 1e6),
         "KV bytes a token": Figure(".0f", c["kv_bytes_per_token"]),
-        "memory added MB": Figure(".1f", c["memory_added_bytes"] / 1e6),
         "perplexity": Figure.of(".2f", p),
         "  over the baseline's": Figure.of(".4f", c["perplexity_ratio"]),
         "bits a byte": Figure(".4f", p and p["bits_per_byte"]),
@@ -104,7 +100,6 @@ def figures(record: Record) -> dict[str, Figure]:
         found[f"  {t['task']} less the baseline's"] = Figure.of("+.1%", c["differences"].get(t["task"]))
     found["tokens/s"] = Figure(".1f", c["tokens_per_s"])
     found["tokens/s drafted for"] = Figure(".1f", c["drafted_tokens_per_s"])
-    found[f"c({CHAIN})"] = Figure(".2f", c[f"c{CHAIN}"])
     for role in ("as target", "as draft"):
         its = c[role.replace(" ", "_")]
         found[f"accepted {role}"] = Figure.of(".1%", its, "acceptance_rate", "nothing drafted")
@@ -125,14 +120,6 @@ def comparison(records: Seq[Record], width: int) -> list[Table]:
         heads = ["", *(r["config"]["label"].replace(" ", "\n") for r in records[i : i + count])]
         tables.append(table(title, heads, [row for row in rows if any(row[1:])]))
     return tables
-
-
-def compared(records: Seq[Record]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a comparison for the docs: one row per variant, the baseline first."""
-    each = [figures(r) for r in records]
-    names = [n for n in each[0] if n not in NOT_IN_DOCS and any(its[n].text() for its in each)]
-    rows = [[r["config"]["label"], *(its[n].text() for n in names)] for r, its in zip(records, each, strict=True)]
-    return ["", *(n.strip() for n in names)], rows
 
 
 def quality(record: Record) -> Table:
@@ -162,47 +149,28 @@ def notes(record: Record) -> list[str]:
 
 
 Bars = tuple[str, Mapping[str, str], float | None]  # title; figure names by legend label; value at which bars begin
-RATIO: Bars = ("Perplexity over the baseline's", {"": "  over the baseline's"}, 1.0)
-BITS: Bars = ("Bits a byte", {"": "bits a byte"}, None)
-ACCEPTANCE: tuple[Bars, ...] = (
+BARS: tuple[Bars, ...] = (
+    ("Perplexity over the baseline's", {"": "  over the baseline's"}, 1.0),
+    ("Bits a byte", {"": "bits a byte"}, None),
     (
         "Drafted tokens that are accepted",
         {"as target": "accepted as target", "as draft of the baseline": "accepted as draft"},
         None,
     ),
-    (
-        "Tokens a draft yields (mean acceptance length)",
-        {"as target": "  per draft as target", "as draft of the baseline": "  per draft as draft"},
-        None,
-    ),
-)
-COST: tuple[Bars, ...] = (
     ("Size in memory and on disk, MB", {"weights": "weights MB", "checkpoint": "checkpoint MB"}, None),
-    ("Memory added at the peak, MB", {"": "memory added MB"}, None),
     ("Tokens/s, one sequence", {"plain": "tokens/s", "with the draft": "tokens/s drafted for"}, None),
-    (f"c({CHAIN}): time of a pass over {CHAIN} tokens against one", {"": f"c({CHAIN})"}, 1.0),
 )
 
 
-def page_paths(path: Path) -> list[Path]:
-    """Paths of the pages for `path`: NAME-quality and NAME-cost, each as .png and .svg. Raises ConfigError."""
-    return [p for page in ("quality", "cost") for p in plot_paths(path.with_stem(f"{path.stem}-{page}"))]
-
-
-def plot(records: Seq[Record], path: Path) -> list[Path]:
-    """Plot a comparison's records on both pages; returns the paths of the files."""
+def plot(records: Seq[Record], path: Path) -> tuple[Path, Path]:
+    """Plot a comparison's records as PNG and SVG; returns their paths."""
     first, each = records[0], {str(r["config"]["label"]): figures(r) for r in records}
     p, c = first["perplexity"], first["config"]
     about = [f"{p['text']}: {p['tokens']} tokens, window {p['window']}, stride {p['stride']}"] if p is not None else []
     note = source(first, *about, f"{c['num_prompts']} prompts", "lines: 95 % intervals")
     tasks: Bars = ("Share of questions answered right", {t["task"]: t["task"] for t in first["tasks"]}, None)
-    pages = {"quality": (RATIO, tasks if first["tasks"] else BITS, *ACCEPTANCE), "cost": COST}
-    paths: list[Path] = []
-    for page, bars in pages.items():
-        title = f"{page}, against {c['label']}; draft: {c['draft']}"
-        panels = [_panel(each, *b) for b in bars]
-        paths += draw(panels, path.with_stem(f"{path.stem}-{page}"), title, note, columns=2)
-    return paths
+    panels = [_panel(each, *bars) for bars in (*BARS[:2], tasks, *BARS[2:])]
+    return draw(panels, path, f"against {c['label']}; draft: {c['draft']}", note, columns=2)
 
 
 def _panel(
