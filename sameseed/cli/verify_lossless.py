@@ -1,15 +1,14 @@
-"""`sameseed verify-lossless`: prove, or disprove, that speculation changes nothing, in one configuration or in all."""
+"""`sameseed verify-lossless`: prove, or disprove, that speculation changes nothing in a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from sameseed.cli.options import EMBEDDED, FIXED, EngineChoice, draft_choice, option, parse
-from sameseed.config import EngineConfig, SpecConfig
-from sameseed.errors import ConfigError
+from sameseed.cli.options import FIXED, option, parse
+from sameseed.config import EngineConfig
 from sameseed.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from sameseed.laws.check import Check
     from sameseed.measure.certificate import Asked, Certificate
-    from sameseed.measure.certificate_every import Outcome
 
 LEFT_OUT = ("n", "logprobs")
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
@@ -27,7 +25,6 @@ COLOURS = {  # of a check, or of a whole certificate
     "these checks passed": GREEN,
     "failed": RED,
     "warning": YELLOW,
-    "impossible": YELLOW,
     "not shown": YELLOW,
 }
 
@@ -44,7 +41,6 @@ class VerifyArgs:
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
     num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
     batch: int = 8  # sequences that run together
-    every: Annotated[bool, option()] = False  # one certificate for each drafter, in 8 formats, batches of 1 to 16
     only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
     html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
     out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
@@ -64,15 +60,11 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.measure.workload import DEFAULT_PROMPTS
 
     effort = Effort.parse(args.effort)
-    if args.every and args.only:
-        raise ConfigError("--every chooses its checks itself; leave --only out, or run without --every")
     checks = chosen(args.only)
     check_outputs((args.out, "--out"), (args.html, "--html"))
     prompts, max_tokens = args.prompts or DEFAULT_PROMPTS, parsed.params.max_tokens
     asked = suite.Asked(parsed.engine.model, prompts, args.num_prompts, max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)
-    if args.every:
-        return _every(parsed.engine, asked, config, parsed.params, args)
     return _one(asked, config, parsed.params, args, checks)
 
 
@@ -144,69 +136,3 @@ def _show_wrong(certificate: Certificate, console: Console) -> None:
                 console.print(Text(f"  {note}"))
             for f in r.found.findings:
                 console.print(Text(f"  {f.where}\n    expected {f.expected}\n    found    {f.found}"))
-
-
-# --- every drafter, in many formats ---
-
-
-def drafts_of(engine: EngineChoice) -> dict[str, SpecConfig]:
-    """All drafts for a model: those of the embedded pair, or those without a model and the one that --draft names."""
-    from sameseed.measure import certificate_every as every
-
-    own: SpecConfig | None = engine.settings["draft"]
-    embedded = engine.model in EMBEDDED
-    specs = {name: draft_choice(name, engine.model) for name in (every.EMBEDDED if embedded else every.MODELLESS)}
-    found = {
-        name: replace(spec, options=every.OPTIONS.get(name, spec.options))
-        for name, spec in specs.items()
-        if spec is not None
-    }
-    return found if embedded or own is None or own in found.values() else {"--draft": own, **found}
-
-
-def _every(engine: EngineChoice, asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs) -> int:
-    """Make the certificates, append each to `args.out` as it is made, show them."""
-    from sameseed.cli.console import keep, stages
-    from sameseed.measure import certificate_every as every
-    from sameseed.measure.certificate_page import render_every
-    from sameseed.ops import resolve
-
-    resolve(config.backend, config.device)  # a missing backend is reported once, not per certificate
-    outcomes: list[Outcome] = []
-    with stages("certificates", args.json) as tick:
-        for outcome in every.run(every.cells(drafts_of(engine)), asked, config, params, tick):
-            outcomes.append(outcome)
-            keep([outcome.record] if outcome.record is not None else [], args.out, args.json)
-    verdict = every.verdict(outcomes)
-    if not args.json:
-        _show_every(outcomes, verdict)
-    if args.html is not None:
-        args.html.write_text(render_every(outcomes, verdict), encoding="utf-8")
-    return EXIT.get(verdict, 0)
-
-
-def _show_every(outcomes: Seq[Outcome], verdict: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from sameseed.cli.console import show_table, stdout_console
-
-    console, table = stdout_console(), Table(box=None, pad_edge=False)
-    for head in ("draft", "weights", "cache", "batch", "checks", "", "s"):
-        table.add_column(head)
-    for o in outcomes:
-        checks, seconds = ("", "") if o.record is None else (str(len(o.record["checks"])), f"{o.record['seconds']:.0f}")
-        cells = (o.cell.name, o.cell.format, o.cell.kv_format, str(o.cell.batch), checks)
-        table.add_row(*cells, Text(o.verdict, style=COLOURS[o.verdict]), seconds)
-    show_table(table)
-    for o in outcomes:
-        wrong = [o.failure] if o.record is None else []
-        for check in o.record["checks"] if o.record is not None else ():
-            if check["status"] == "failed":
-                f = check["findings"][0]
-                wrong.append(
-                    f"{check['id']} {check['name']}: {f['where']}: expected {f['expected']}, found {f['found']}"
-                )
-        for text in wrong:
-            console.print(Text(f"{o.cell.name}, {o.cell.format}, batch {o.cell.batch}: {text}", style="red"))
-    console.print(Text(f"\nall {len(outcomes)} configurations: {verdict}", style=COLOURS[verdict]))

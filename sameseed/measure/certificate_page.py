@@ -1,14 +1,13 @@
-"""Certificates as self-contained HTML pages, one in full or a table of many, and their summaries in a few sentences."""
+"""A certificate as a self-contained HTML page, and its summary in a few sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED
 from sameseed.laws.statistics import bound_text
-from sameseed.measure.certificate_every import Outcome
 from sameseed.report.page import templates
 
 OPENINGS = {
@@ -84,7 +83,6 @@ def _share(record: Mapping[str, Any]) -> str:
     )
 
 
-TONES = {"passed": "passed", "these checks passed": "passed", "impossible": "warning", NOT_SHOWN: "warning"}
 HEADLINES = {  # by verdict: the headline, and its colour
     PASSED: ("Speculation changed nothing", "passed"),
     IN_PART: ("These checks passed; others were left out", "warning"),
@@ -108,7 +106,6 @@ def _number(value: float) -> str:
 
 _TEMPLATES = templates(
     Path(__file__).parent,
-    tones=TONES,
     sizes=sizes_text,
     statistic=statistic_text,
     bound=bound_text,
@@ -116,24 +113,12 @@ _TEMPLATES = templates(
 )
 
 
-def _page(template: str, verdict: str, **values: object) -> str:
-    head, tone = HEADLINES.get(verdict, ("Not lossless, or not provable", "failed"))
-    return _TEMPLATES.get_template(f"{template}.html").render(head=head, tone=tone, **values)
-
-
 def render(record: Mapping[str, Any]) -> str:
     """The HTML page of a record (schema `sameseed.certificate/1`)."""
     status = [check["status"] for check in record["checks"]]
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", NOT_SHOWN) if s in status)
     config = record["config"]
-    return _page(
-        "certificate", record["verdict"], title=f"Certificate: {config['label']}", r=record, c=config, counts=counts
-    )
-
-
-def render_every(outcomes: Seq[Outcome], verdict: str) -> str:
-    """The HTML page with a table of all outcomes."""
-    records = [o.record for o in outcomes if o.record is not None]
-    first = records[0] if records else {"config": None}
-    title, seconds = f"Certificates: {len(outcomes)} configurations", sum(r["seconds"] for r in records)
-    return _page("certificates", verdict, title=title, outcomes=outcomes, r=first, c=first["config"], seconds=seconds)
+    head, tone = HEADLINES.get(record["verdict"], ("Not lossless, or not provable", "failed"))
+    title = f"Certificate: {config['label']}"
+    page = _TEMPLATES.get_template("certificate.html")
+    return page.render(head=head, tone=tone, title=title, r=record, c=config, counts=counts)

@@ -468,8 +468,6 @@ def test_efforts() -> None:
         (["--device", "gpu"], "use cpu, cuda, or cuda:N"),
         (["--device", "cpu", "--backend", "triton"], "backend 'triton'"),
         (["--only", "L3", "L4"], "no check 'L4'"),
-        (["--every", "--only", "L3"], "leave --only out"),
-        (["--every", "--device", "gpu"], "use cpu, cuda, or cuda:N"),
     ],
 )
 def test_bad_usage_is_exit_code_2(
