@@ -103,7 +103,7 @@ def write_gguf(
         writer.add_eos_token_id(raw["eos_token_id"])
     else:
         tokenizer(writer)
-    names = family(raw["architectures"][0]).gguf_names
+    names = {**family(raw["architectures"][0]).gguf_names, "mlp.experts.gate_up_proj": "ffn_gate_up_exps"}
     for name, value in tensors.items():
         stored = gguf_name(name, names) if name != "rope_freqs.weight" else name
         if arch == "gemma3" and name.endswith("norm.weight"):
@@ -203,3 +203,10 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)

@@ -97,10 +97,6 @@ class GemmaLayer(LayerWeights):
     input_up: QuantTensor | None = None  # [C, P]
     input_out: Tensor | None = None
 
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (*super().matrices, *(m for m in (self.input_gate, self.input_up) if m is not None))
-
 
 @dataclass(frozen=True)
 class GemmaWeights(ModelWeights):
@@ -109,10 +105,6 @@ class GemmaWeights(ModelWeights):
     layer_embedding: QuantTensor | None = None
     layer_projection: QuantTensor | None = None
     layer_norm: Tensor | None = None
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (*super().matrices, *(m for m in (self.layer_embedding, self.layer_projection) if m is not None))
 
 
 class Gemma(Decoder):

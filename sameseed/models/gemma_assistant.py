@@ -48,10 +48,6 @@ class AssistantWeights(GemmaWeights):
     enter: QuantTensor | None = None
     leave: QuantTensor | None = None
 
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (*super().matrices, *(m for m in (self.enter, self.leave) if m is not None))
-
 
 class Assistant(Gemma):
     """An assistant; only `draft` runs it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,26 @@ from sameseed.ops import Ops, RowSource, Then, gated_rows, normed_rows, plain_ro
 from sameseed.scheme import KVLayer, QuantTensor
 
 
+class Weights:
+    """Weights of a model, a layer or a part of one: a dataclass of matrices, vectors and parts like itself."""
+
+    @property
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """All matrices, each once."""
+        return tuple({id(m): m for m in _matrices(self)}.values())
+
+
+def _matrices(w: Any) -> Iterator[QuantTensor]:
+    if isinstance(w, QuantTensor):
+        yield w
+    elif isinstance(w, tuple) or is_dataclass(w):
+        for part in w if isinstance(w, tuple) else (getattr(w, f.name) for f in fields(w)):
+            yield from _matrices(part)
+
+
 @dataclass(frozen=True)
-class LayerWeights:
-    """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms and biases are float32.
+class AttentionWeights(Weights):
+    """Weights of a layer's attention and its norms; q, k, v are stacked along O. Norms and biases are float32.
 
     Where stacked weights have different formats, the stack is a tuple of several weights, in order.
     """
@@ -30,19 +48,20 @@ class LayerWeights:
     o: QuantTensor  # [C, H D]
     o_bias: Tensor | None
     post_norm: Tensor  # [C]
+
+
+@dataclass(frozen=True)
+class LayerWeights(AttentionWeights):
+    """Weights of one decoder layer; gate and up are stacked along O."""
+
     gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
     gate_up_bias: Tensor | None
     down: QuantTensor  # [C, I]
     down_bias: Tensor | None
 
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        stacks = (self.qkv, (self.o,), self.gate_up, (self.down,))
-        return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
-
 
 @dataclass(frozen=True)
-class ModelWeights:
+class ModelWeights(Weights):
     """All weights of a model; with tied embeddings `lm_head` is `embedding`.
 
     `dense`: the float format of the matrices (`dense_format`); the default of the KV cache.
@@ -53,12 +72,6 @@ class ModelWeights:
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        """All matrices of the model, each once."""
-        ends = (self.embedding,) if self.lm_head is self.embedding else (self.embedding, self.lm_head)
-        return (*(m for layer in self.layers for m in layer.matrices), *ends)
 
 
 def run_layer(
@@ -85,7 +98,7 @@ def run_layer(
 def attend(
     ops: Ops,
     c: ModelConfig,
-    w: Any,
+    w: AttentionWeights,
     rows: RowSource,
     residual: Tensor,
     batch: Batch,
@@ -95,7 +108,7 @@ def attend(
     then: Then | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The attention of a layer; `w` has the fields of LayerWeights for it. Arguments and result as of `run_layer`."""
+    """The attention of a layer; arguments and result as of `run_layer`."""
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]

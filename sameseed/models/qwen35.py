@@ -20,7 +20,7 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
-from sameseed.models.layers import LayerWeights, rope_table
+from sameseed.models.layers import LayerWeights, Weights, rope_table
 from sameseed.ops import DeltaWeights, Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sameseed.models.weights import Shapes, WeightReader
 
 INTERVAL = 4  # every fourth layer has attention, where config.json does not say
+OWN_ENDS = ("embed_tokens", "shared_head_head")  # that the MTP block may have in GGUF; it takes the target's
 PARTS = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 
 
@@ -72,11 +73,11 @@ class Qwen35Config(ModelConfig):
 
 
 @dataclass(frozen=True)
-class DeltaLayer:
-    """Weights of a DeltaNet layer with its feed-forward network; `mix` makes q, k, v, z, b and a."""
+class DeltaLayer(Weights):
+    """Weights of a DeltaNet layer with its feed-forward network; `qkv` also makes z, b and a."""
 
     input_norm: Tensor  # [C]
-    mix: QuantTensor | tuple[QuantTensor, ...]
+    qkv: QuantTensor | tuple[QuantTensor, ...]
     delta: DeltaWeights
     out: QuantTensor  # [C, H D]
     post_norm: Tensor  # [C]
@@ -84,35 +85,12 @@ class DeltaLayer:
     down: QuantTensor  # [C, I]
     mixture: Any = None  # experts beside these (qwen35_moe.py)
 
-    @property
-    def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
-        return self.mix
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        stacks = (
-            self.mix,
-            (self.out,),
-            self.gate_up,
-            (self.down,),
-            () if self.mixture is None else self.mixture.matrices,
-        )
-        return tuple(m for stack in stacks for m in (stack if isinstance(stack, tuple) else (stack,)))
-
 
 @dataclass(frozen=True)
 class GatedLayer(LayerWeights):
     """An attention layer; the rows of `qkv` hold q and a gate, one head after the other, then k, then v."""
 
     mixture: Any = None  # as in DeltaLayer
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return super().matrices + (() if self.mixture is None else self.mixture.matrices)
-
-    @property
-    def first(self) -> QuantTensor | tuple[QuantTensor, ...]:
-        return self.qkv
 
 
 class GatedAttention:
@@ -183,7 +161,7 @@ class Qwen35(Decoder):
         "linear_attn.conv1d": "ssm_conv1d",
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
-        **{f"nextn.{name}": f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")},
+        **{f"nextn.{name}": f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm", *OWN_ENDS)},
     }
 
     @classmethod
@@ -281,7 +259,8 @@ class Qwen35(Decoder):
     @classmethod
     def spare(cls, config: ModelConfig) -> Seq[str]:
         assert isinstance(config, Qwen35Config)
-        return tuple(mtp_shapes(config)) if config.num_mtp and not config.reads_mtp else ()
+        ends = [f"model.layers.{config.num_layers}.nextn.{name}.weight" for name in OWN_ENDS if config.in_gguf]
+        return (*(() if config.reads_mtp else mtp_shapes(config)), *ends) if config.num_mtp else ()
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GatedLayer | DeltaLayer:
@@ -301,7 +280,7 @@ class Qwen35(Decoder):
         )
         return DeltaLayer(
             input_norm=reader.norm(f"{at}.input_layernorm"),
-            mix=reader.stack([f"{at}.{part}" for part in PARTS]),
+            qkv=reader.stack([f"{at}.{part}" for part in PARTS]),
             delta=delta,
             out=reader.matrix(f"{linear}.out_proj"),
             post_norm=reader.norm(f"{at}.post_attention_layernorm"),
@@ -327,11 +306,11 @@ class Qwen35(Decoder):
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
             following = w.layers[i + 1] if i + 1 < len(w.layers) else None
-            then = None if following is None else Then(following.input_norm, eps, following.first)
+            then = None if following is None else Then(following.input_norm, eps, following.qkv)
             if c.attends[i]:
                 x = self.attention.run(ops, layer, rows, x, batch, next(caches), then)
             else:
-                y = ops.delta(ops.product(rows, layer.mix), layer.delta, next(states), batch)
+                y = ops.delta(ops.product(rows, layer.qkv), layer.delta, next(states), batch)
                 x = ops.product(gated_rows(y), layer.out, None, x, Then(layer.post_norm, eps, layer.gate_up))
                 x = feed_forward(ops, c, layer, x, then)
             if i in captures:

@@ -37,10 +37,6 @@ class Mixture:
     up: Tensor  # int32 [I]: columns of `up` beside `gate`
     same: Tensor  # int32 [I]: zeros
 
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (*self.experts.matrices, self.gate)
-
     def run(self, ops: Ops, c: ModelConfig, w: Any, x: Tensor) -> Tensor:
         """x [T, C] plus both kinds of experts of it."""
         rows, size = normed_rows(x, w.post_norm, c.rms_eps), c.intermediate_size

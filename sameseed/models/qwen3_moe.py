@@ -14,7 +14,7 @@ from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
-from sameseed.models.layers import attend, run_layer
+from sameseed.models.layers import AttentionWeights, attend, run_layer
 from sameseed.models.llama import Llama
 from sameseed.ops import TILE, ExpertWeights, Ops, RowSource, Then, normed_rows, parted
 from sameseed.scheme import QuantTensor
@@ -63,23 +63,11 @@ class MoeConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class MoeLayer:
-    """A layer whose MLP is a mixture of experts; the other fields are those of LayerWeights."""
+class MoeLayer(AttentionWeights):
+    """A layer whose MLP is a mixture of experts."""
 
-    input_norm: Tensor
-    qkv: QuantTensor | tuple[QuantTensor, ...]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: QuantTensor
-    o_bias: Tensor | None
-    post_norm: Tensor
     experts: ExpertWeights
     sinks: Tensor | None = None  # [H]: logits that join the softmax of attention
-
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (*(self.qkv if isinstance(self.qkv, tuple) else (self.qkv,)), self.o, *self.experts.matrices)
 
 
 class Qwen3Moe(Llama):

@@ -29,10 +29,6 @@ class ExpertWeights:
     normalize: bool
     limit: float | None = None
 
-    @property
-    def matrices(self) -> tuple[QuantTensor, ...]:
-        return (self.router, *self.gate_up, *self.down)
-
 
 def parted(w: QuantTensor, count: int) -> tuple[QuantTensor, ...] | None:
     """Views of `count` equal matrices that are stacked along O; None if they do not begin at tiles."""

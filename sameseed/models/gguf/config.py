@@ -28,7 +28,7 @@ NO_ENDS = (("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|
 # Roles of tokens that end an answer; as in llama.cpp also of those that pad, or separate files of code.
 END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
-CONTROL = 3  # the type of control tokens
+CONTROL, USER = 3, 4  # types of control tokens, and of those that are shown
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -125,7 +125,9 @@ def end_tokens(file: GGUFFile) -> dict[int, list[str]]:
             found.setdefault(token, []).append(key)
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
-        named = {tokens[i]: i for i in np.flatnonzero(types == CONTROL).tolist() if tokens[i] in ENDS}
+        # Converters show some marks of Gemma 4; without a bar, a shown token may be HTML, like Gemma 3's "</s>".
+        marks = np.flatnonzero((types == CONTROL) | (types == USER)).tolist()
+        named = {t: i for i in marks if (t := tokens[i]) in ENDS and (types[i] == CONTROL or "|" in t)}
         parts = {whole[-1] for whole in NO_ENDS if named.keys() >= set(whole)}
         for name, token in named.items():
             if name not in parts:

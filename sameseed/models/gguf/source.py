@@ -39,6 +39,8 @@ KEPT = {
 DECODED = frozenset({"IQ3_S", "IQ3_XXS", "IQ2_S"} | {"IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"})
 PAIRS_BESIDE = ("llama", "smollm3", "granite", "mistral3")  # architectures that store rotary pairs side by side
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # all experts of a layer are one tensor, with one more axis
+HALVES = re.compile(r"ffn_(?:gate|up)_exps")  # both may be one tensor, an expert's rows of the gate before those of up
+SCALES = ("scale", "input_scale")  # of a weight in NVFP4, and of its input, which stays in floats here
 OTHER_PARTS = ("v.", "mm.", "a.")  # tensors of vision and audio towers begin so
 
 
@@ -73,7 +75,9 @@ class GGUFCheckpoint:
         return isinstance(name, str) and self._name(name) in self._file.tensors
 
     def _name(self, name: str) -> str:
-        return gguf_name(name, self._names)
+        stored = gguf_name(name, self._names)
+        joined = HALVES.sub("ffn_gate_up_exps", stored)
+        return joined if joined in self._file.tensors else stored
 
     def check(self, config: ModelConfig) -> None:
         expected, tensors = expected_shapes(config), self._file.tensors
@@ -82,7 +86,11 @@ class GGUFCheckpoint:
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
         spare = {self._name(n) for n in family(config.architecture).spare(config)}
-        extra = sorted(tensors.keys() - wanted.keys() - spare - {FACTORS})
+        nvfp4 = [
+            n.removesuffix("weight") for n in (wanted.keys() | spare) & tensors.keys() if tensors[n].type == "NVFP4"
+        ]
+        scales = {f"{n}{kind}" for n in nvfp4 for kind in SCALES}
+        extra = sorted(tensors.keys() - wanted.keys() - spare - scales - {FACTORS})
         if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
             say_once(f"{self.path.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
             extra = [n for n in extra if n not in other]
@@ -92,8 +100,8 @@ class GGUFCheckpoint:
             )
         decoded = {}
         for name, shape in expected.items():
-            whole, count = tensors[self._name(name)], wanted[self._name(name)]
-            if EXPERT.search(name) and whole.shape[:1] != (count,):
+            whole, count = tensors[self._name(name)], wanted[self._name(name)] // self._parts(name)
+            if EXPERT.search(name) and (len(whole.shape) < 2 or whole.shape[0] != count):
                 raise ModelLoadError(
                     f"{self.path}: tensor {self._name(name)} is {list(whole.shape)}, its keys say {count} experts"
                 )
@@ -108,6 +116,8 @@ class GGUFCheckpoint:
                     f"{self.path}: tensor {self._name(name)} is {info.type}, which cannot be read; these can: "
                     f"{', '.join(sorted(readable))}"
                 )
+            if (scale := self._scale(name)) is not None and (scale.type, scale.shape) != ("F32", (count,)):
+                raise ModelLoadError(f"{self.path}: the scale of {self._name(name)} is not {count} values in F32")
             if info.type in DECODED:
                 decoded[name] = info.type
         self._heads = {}
@@ -121,13 +131,24 @@ class GGUFCheckpoint:
 
     # --- Source ---
 
+    def _parts(self, name: str) -> int:
+        """Matrices of an expert in the tensor that holds this one."""
+        return 2 if ".ffn_gate_up_exps." in self._name(name) else 1
+
+    def _scale(self, name: str) -> TensorInfo | None:
+        """The scale of each matrix of a tensor in NVFP4, beside its blocks' own; None: 1."""
+        stored = self._name(name)
+        nvfp4 = self._file.tensors[stored].type == "NVFP4"
+        return self._file.tensors.get(f"{stored.removesuffix('weight')}{SCALES[0]}") if nvfp4 else None
+
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors[self._name(name)]
         if (expert := EXPERT.search(name)) is None:
             return info
-        size = (info.end - info.begin) // info.shape[0]
-        begin = info.begin + int(expert[1]) * size
-        return replace(info, shape=info.shape[1:], begin=begin, end=begin + size)
+        parts, (count, rows, *width) = self._parts(name), info.shape
+        size = (info.end - info.begin) // (count * parts)
+        begin = info.begin + size * (int(expert[1]) * parts + (parts == 2 and ".up_proj." in name))
+        return replace(info, shape=(rows // parts, *width), begin=begin, end=begin + size)
 
     def dtype(self, name: str) -> torch.dtype:
         return DENSE.get(self._info(name).type, torch.float32)
@@ -220,6 +241,10 @@ class GGUFCheckpoint:
             # As one row: gguf goes by 16 rows, and rows of one block take ten times as long.
             with np.errstate(all="ignore"):  # NaN and infinity are checked below
                 value = torch.from_numpy(quants.dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[info.type]))
+            if (scale := self._scale(name)) is not None:
+                expert = EXPERT.search(name)
+                of_each = self._file.read(scale.begin, scale.end).view(torch.float32)
+                value = value * of_each[int(expert[1]) if expert else 0]
         if not finite(value):
             raise ModelLoadError(f"tensor {self._name(name)} in {self.path} holds NaN or infinity; the file is damaged")
         return value.reshape(stop - start, info.shape[-1])

@@ -33,18 +33,20 @@ _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_RES
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_START, _SIGNS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SIGNS}"
+_GPT4O = (
+    rf"{_START}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_START}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}"
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", r"[0-9][0-9][0-9]")
 PRE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
     "default": _DEFAULT,
 }
 # With these, a word that is a token is not split further, and a text begins with bos unless the file says otherwise.
@@ -177,7 +179,7 @@ def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str
     begins = model in ("llama", "gemma4") or meta.get("tokenizer.ggml.pre") in NO_MERGES
     single, special = ["$A"], []
     for key, wanted in (
-        ("bos", meta.get("tokenizer.ggml.add_bos_token", begins)),
+        ("bos", model == "gemma4" or meta.get("tokenizer.ggml.add_bos_token", begins)),  # older files deny it
         ("eos", meta.get("tokenizer.ggml.add_eos_token")),
     ):
         token = meta.get(f"tokenizer.ggml.{key}_token_id")

@@ -97,7 +97,9 @@ def test_logits_are_those_of_transformers(name, backend, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
 @pytest.mark.parametrize(("kind", "tolerance"), [("F32", 2e-5), ("Q8_0", 0.1), ("MXFP4", 0.7)])
-def test_gguf_files(name, kind, tolerance, tmp_path):
+@pytest.mark.parametrize("joined", [False, True])
+def test_gguf_files(name, kind, tolerance, joined, tmp_path):
+    """Also where gate and up of all experts are one tensor."""
     folder, raw, tensors = written(tmp_path / "model", name)
     parts = {}
     for tensor, value in tensors.items():
@@ -107,6 +109,10 @@ def test_gguf_files(name, kind, tolerance, tmp_path):
         elif rest.startswith("0."):
             experts = [tensors[f"{at}.experts.{e}.{rest[2:]}"] for e in range(raw["num_local_experts"])]
             parts[tensor] = torch.stack(experts)
+    for gate in [n for n in parts if joined and ".gate_proj." in n]:
+        parts[gate.replace("gate_", "gate_up_")] = torch.cat(
+            [parts.pop(gate), parts.pop(gate.replace("gate", "up"))], 1
+        )
     keys: dict[str, Any] = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
     if name == "gpt-oss":
         keys |= {"expert_feed_forward_length": 96, "attention.sliding_window": 32, "rope.scaling.type": "yarn"}

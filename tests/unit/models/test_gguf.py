@@ -290,6 +290,19 @@ def test_random_blocks_mean_what_the_gguf_package_says(kind, at, text_, tmp_path
     assert not any("--format fp32" in r.getMessage() for r in caplog.records)
 
 
+def test_nvfp4_blocks_have_a_scale_beside_them(tmp_path):
+    name, tensors = "model.layers.0.mlp.down_proj.weight", random_tensors(parse_config(RAW))
+    more = {name.replace("weight", "scale"): torch.tensor([0.25]), name.replace("weight", "input_scale"): torch.ones(1)}
+    data = random_blocks(*tensors[name].shape, "NVFP4")
+    data.reshape(-1, 36)[:, :4] = 0x30  # scales of sixteen values each
+    meant = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType.NVFP4)) * 0.25
+    path = write_gguf(tmp_path / "a.gguf", RAW, tensors | more, blobs={gguf_name(name): (data, "NVFP4")})
+    assert load(path, weights="fp32").weights.layers[0].down.parts["weight"].equal(meant)
+    more = {name.replace("weight", "scale"): torch.ones(2)}
+    path = write_gguf(tmp_path / "b.gguf", RAW, tensors | more, blobs={gguf_name(name): (data, "NVFP4")})
+    refused(path, "scale", "ffn_down")
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "F16"])
 def test_matrices_of_several_chunks(kind, tmp_path):
     """Matrices above `CHUNK` values are read in chunks, by several threads; a chunk may begin within a rotated head."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from fixtures_gguf import LLAMA3, QWEN2, TEXTS, bpe_keys, trained, write_gguf
+from fixtures_gguf import LLAMA3, O200K, QWEN2, TEXTS, bpe_keys, trained, write_gguf
 from fixtures_models import VARIANTS, random_tensors
 from tokenizers import pre_tokenizers
 
@@ -27,6 +27,9 @@ def write(folder: Path, tokenizer: Any, vocab_size: int = RAW["vocab_size"]) -> 
 
 ORIGINALS: dict[str, Any] = {
     "llama-bpe": LLAMA3,
+    "smaug-bpe": LLAMA3,  # SmolLM3
+    "dbrx": LLAMA3,  # Granite 4
+    "gpt-4o": O200K,  # gpt-oss
     "qwen2": QWEN2,
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)],
     "smollm": [
@@ -77,14 +80,15 @@ def test_special_tokens_template_and_ends(tmp_path):
     ("special", "keys", "ends"),
     [
         ({"<|x|>": 3, "<|y|>": 3}, {"eot_token_id": 0, "fim_sep_token_id": 1, "fim_pre_token_id": 1}, (0, 1)),
-        ({"<|x|>": 3, "</s>": 3, "<|im_end|>": 4, "[EOS]": 3}, {"eos_token_id": 0, "eom_token_id": 0}, (0, 1, 3)),
+        ({"<|x|>": 3, "<|im_end|>": 3, "</s>": 4, "[EOS]": 3}, {"eos_token_id": 0, "eom_token_id": 0}, (0, 1, 3)),
         ({"<|return|>": 3, "<|end|>": 3, "<|call|>": 3}, {"eos_token_id": 0}, (0, 2)),  # a part ends with <|end|>
         ({"<|tool_response>": 3, "<turn|>": 3, "</s>": 3}, {}, (0, 1)),
+        ({"<|tool_response>": 4, "<turn|>": 3, "<|im_start|>": 4}, {}, (0, 1)),  # as converters mark Gemma 4's
         ({"<|end|>": 3, "<eos>": 3}, {"eos_token_id": 10**6}, (0, 1)),
     ],
 )
 def test_ends_are_named_by_keys_or_are_control_tokens(special, keys, ends, tmp_path):
-    """As in llama.cpp. The ids are counted from the first special token on."""
+    """As in llama.cpp, but for shown HTML. The ids are counted from the first special token on."""
     source = trained(QWEN2)
     size = source.get_vocab_size()
     found = bpe_keys(source, "qwen2", special, **{key: size + at for key, at in keys.items()})
@@ -103,11 +107,14 @@ def test_named_templates_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"), [("llama-bpe", None, True), ("gpt-2", None, False), ("gpt-2", True, True)]
+    ("pre", "said", "begins"),
+    [("llama-bpe", None, True), ("gpt-2", None, False), ("gpt-2", True, True), ("gemma4", False, True)],
 )
 def test_a_text_begins_with_bos_where_the_file_or_its_family_says_so(pre, said, begins, tmp_path):
+    """Files of Gemma 4 may deny it; such a model needs it all the same."""
     source = trained(QWEN2)
     more = {} if said is None else {"add_bos_token": said}
+    more |= {"tokenizer_model": pre} if pre == "gemma4" else {}
     keys = bpe_keys(source, pre, {"<s>": 3}, bos_token_id=source.get_vocab_size(), **more)
     ids = load_tokenizer(write(tmp_path, keys)).encode("a")
     assert (ids[0] == source.get_vocab_size()) == begins

@@ -80,7 +80,7 @@ def test_rules_choose_by_name_and_the_first_that_fits_counts():
     raw = {**RAW, "tie_word_embeddings": False}
     model, _ = load(raw, {}, str(quant), "reference")
     formats = [w.format for w in model.weights.matrices]
-    assert formats == ["int8"] * 4 + ["int4", "int4", "int4", "nf4"] + ["int4", "bf16"]
+    assert formats == ["int4"] + ["int8"] * 4 + ["int4", "int4", "int4", "nf4"] + ["bf16"]
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "*embed*"])

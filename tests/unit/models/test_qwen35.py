@@ -269,6 +269,7 @@ def as_gguf(folder: Path, path: Path, without: str = "") -> Path:
             stored |= {f"{at}.experts.0.{p}.weight": half for p, half in sizes}
         elif not without or without not in name:
             stored[name] = x.squeeze()
+    stored[f"model.layers.{config.num_layers}.nextn.embed_tokens.weight"] = torch.zeros(config.vocab_size, 32)  # unread
     raw["num_hidden_layers"] += 1
     arch, keys = ("qwen35moe", MOE_KEYS) if "num_experts" in raw else ("qwen35", {})
     return write_gguf(path, raw, stored, arch=arch, keys={**GGUF_KEYS, **keys})
