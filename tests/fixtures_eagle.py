@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from fixtures_models import whole_pass
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sameseed.batch import Rows, build_batch
-from sameseed.kvcache.cache import KVCache
 from sameseed.models.head_config import HeadConfig, expected_tensors, parse_head_config
 from sameseed.models.llama import Llama
 
@@ -138,16 +136,8 @@ def target_states(
     target: Llama, texts: list[list[int]], captures: tuple[int, ...], kv: str = "fp32"
 ) -> list[tuple[Tensor, Tensor]]:
     """Captured hidden states [T, F] and logits [T, V] of all positions, for each text."""
-    c = target.config
-    found = []
-    for text in texts:
-        cache = KVCache(c.kv_shapes, 16, 16, kv)
-        batch = build_batch([Rows(text, 0, [], [], list(range(16)), True)], 16)
-        rows = torch.arange(len(text), dtype=torch.int32)
-        logits, hidden = target.forward(replace(batch, logit_rows=rows), cache, captures)
-        assert hidden is not None
-        found.append((hidden.clone(), logits.clone()))
-    return found
+    passes = [whole_pass(target, text, captures, kv) for text in texts]
+    return [(hidden.clone(), logits.clone()) for logits, hidden in passes if hidden is not None]
 
 
 def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sameseed import ops, registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
+from sameseed.kvcache.state import RecurrentStates
 from sameseed.models.config import ModelConfig, family, parse_config
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model
@@ -320,9 +321,38 @@ def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Dec
     return load_model(folder, ops.resolve(backend), QuantScheme.parse(weights))
 
 
+def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with those of all experts of a layer as one under the name of expert 0."""
+    found = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for name in (n for n in tensors if ".experts.0." in n):
+        at, _, part = name.partition(".experts.0.")
+        count = sum(n.startswith(f"{at}.experts.") and n.endswith(f".{part}") for n in tensors)
+        found[name] = torch.stack([tensors[f"{at}.experts.{e}.{part}"] for e in range(count)])
+    return found
+
+
+def published_experts(tensors: dict[str, Tensor], interleaved: bool = False) -> dict[str, Tensor]:
+    """Experts in two tensors a layer, as checkpoints have them; `interleaved`: as gpt-oss, inputs before outputs."""
+    joined, found = joined_experts(tensors), dict[str, Tensor]()
+    for name, value in joined.items():
+        stem, (part, kind) = name.replace(".experts.0.", ".experts."), name.split(".")[-2:]
+        stacked = stem.removesuffix(".weight").replace(".bias", "_bias")
+        if ".experts." not in name:
+            found[name] = value
+        elif part != "up_proj":
+            up = joined.get(name.replace("gate", "up"), value)
+            both = torch.stack([value, up], 2).flatten(1, 2) if interleaved else torch.cat([value, up], 1)
+            value = value if part == "down_proj" else both
+            value = value.mT if interleaved and kind == "weight" else value
+            found[stacked.replace("gate_proj", "gate_up_proj")] = value.contiguous()
+    return found
+
+
 def make_runner(model: Decoder, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
+    """A runner for one sequence at a time where a model has recurrent layers, else for any number."""
     c = model.config
-    return ModelRunner(model, KVCache(c.kv_shapes, num_blocks, block_size, kv_format))
+    states = RecurrentStates(c.state_shapes, 1) if c.state_shapes else None
+    return ModelRunner(model, KVCache(c.kv_shapes, num_blocks, block_size, kv_format, states=states))
 
 
 def make_sequence(token_ids: Iterable[int], seq_id: int = 0) -> Sequence:
@@ -331,11 +361,18 @@ def make_sequence(token_ids: Iterable[int], seq_id: int = 0) -> Sequence:
 
 def all_logits(model: Decoder, token_ids: Seq[int], kv_format: str = "fp32") -> Tensor:
     """Logits [T, V] of every position, in one pass."""
-    runner = make_runner(model, kv_format=kv_format)
-    blocks = list(range(-(-len(token_ids) // 16)))
-    batch = build_batch([Rows(token_ids, 0, [], [], blocks, True)], 16)
+    return whole_pass(model, token_ids, (), kv_format)[0]
+
+
+def whole_pass(
+    model: Decoder, token_ids: Seq[int], captures: tuple[int, ...], kv_format: str = "fp32"
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [T, V] and captured states of every position, in one pass."""
+    cache, blocks = make_runner(model, kv_format=kv_format).cache, list(range(-(-len(token_ids) // 16)))
+    state = (0, 0, len(token_ids)) if cache.states else None
+    batch = build_batch([Rows(token_ids, 0, [], [], blocks, True, state=state)], 16)
     rows = torch.arange(len(token_ids), dtype=torch.int32)
-    return model.forward(replace(batch, logit_rows=rows), runner.cache)[0]
+    return model.forward(replace(batch, logit_rows=rows), cache, captures)
 
 
 def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:

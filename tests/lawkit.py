@@ -27,8 +27,9 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes
-from sameseed.request import Completion, Request, SamplingParams
+from sameseed.request import Completion, Request, SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
+from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import derive_seed
 from sameseed.tokenizer import Tokenizer
@@ -83,6 +84,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+        "mtp_num_hidden_layers": 1,
+    },
+}
+FAMILIES["qwen3_5_moe"] = {
+    **FAMILIES["qwen3_5"],
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
 }
 DRAFTERS = [n for n in registry.names("drafters") if n != "assistant"]  # that drafts for a Gemma 4 only
 WORDS = (
@@ -151,6 +174,17 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
         tensors[name] = gain * (first + noise * second) / (1 + noise**2) ** 0.5
     save_file(tensors, str(folder / "model.safetensors"))
     write_tokenizer(folder)
+
+
+def advance(r: ModelRunner, seq: Sequence, text: Seq[int], known: int, drafted: int, kept: int) -> torch.Tensor:
+    """One pass: `known` tokens of the text, then a draft of which `kept` tokens are right; logits [1 + kept, V]."""
+    end = seq.num_cached + known
+    seq.token_ids = list(text[:end])
+    assert r.blocks.reserve(seq, end + drafted)
+    right = list(text[end : end + kept])
+    out = r.forward([seq], Draft.chains([right + [1] * (drafted - kept)]), [known])
+    r.commit([seq], [known], [list(range(kept))], out)
+    return out.logits[: 1 + kept]
 
 
 # The laws are tested on the CPU and, if there is one, on a GPU.

@@ -28,6 +28,7 @@ ROUNDED = [
     ("cpu", "auto", "w8a8-outliers", "bf16"),
     ("cpu", "auto", "w4a8-asym", "fp16"),
     ("cpu", "auto", "nf4", "fp8_e4m3"),
+    ("cpu", "auto", "fp32", "bf16/int4"),
     ("cpu", "auto", "fp8", "fp8_e5m2"),
 ]
 ON_GPU = [

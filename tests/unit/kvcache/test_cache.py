@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sameseed.errors import RegistryError
+from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 
 MIB = 2**20
@@ -54,9 +55,14 @@ def test_layers_may_differ_in_shape() -> None:
     assert cache.layers[2].k.data_ptr() == cache.stacks[0][0].k[1].data_ptr()
 
 
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(RegistryError, match="did you mean 'int8'"):
-        KVCache(*SHAPE, "int9")
+BAD = {"int9": "did you mean 'int8'", "bf16/int88": "did you mean 'int8'", "bf16+int88": "did you mean 'int8'"}
+BAD |= {"bf16/nf4": "cache", "bf16+nf4": "cache", "bf16+int4+int4": "int4"}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_formats_that_no_cache_has_are_refused(name: str, pair_folders: tuple[Path, Path]) -> None:
+    with pytest.raises((ConfigError, RegistryError), match=BAD[name]):
+        LLM(str(pair_folders[0]), kv_format=name)
 
 
 def resident() -> int:

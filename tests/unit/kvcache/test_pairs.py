@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from sameseed import scheme
-from sameseed.engine.llm import LLM
 from sameseed.engine.memory import block_bytes
-from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.loader import read_config
 from sameseed.ops import reference
-from sameseed.request import SamplingParams
 
 PAIRS = ["int8/bf16", "bf16/int4", "fp8_e4m3/fp32", "int4/int8"]
 
@@ -51,22 +48,3 @@ def test_memory_is_that_of_both_halves(pair_folders: tuple[Path, Path]) -> None:
     config = read_config(pair_folders[0])
     apart, eight, sixteen = (block_bytes(config, name, 16) for name in ("int8/bf16", "int8", "bf16"))
     assert apart == (eight + sixteen) // 2
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_do_not_depend_on_drafts_or_company(temperature: float, pair_folders: tuple[Path, Path]) -> None:
-    """Law 1; also, keys and values are not mixed up: the pair writes another text than the swapped pair."""
-    target, draft = map(str, pair_folders)
-    prompts = ["the sum of", "def add(a", "all parts are"]
-    params = [SamplingParams(max_tokens=20, temperature=temperature, seed=i) for i in range(3)]
-    plain = [LLM(target, kv_format="bf16/int4").generate(p, one)[0].token_ids for p, one in zip(prompts, params)]
-    drafted = LLM(target, draft=draft, kv_format="bf16/int4", policy="fixed").generate(prompts, params)
-    assert [c.token_ids for c in drafted] == plain
-    assert sum(c.metrics.spec.num_accepted_tokens for c in drafted) > 0
-
-
-def test_bad_names_are_said(pair_folders: tuple[Path, Path]) -> None:
-    with pytest.raises(RegistryError, match="did you mean 'int8'"):
-        LLM(str(pair_folders[0]), kv_format="bf16/int88")
-    with pytest.raises(ConfigError, match="cache"):
-        LLM(str(pair_folders[0]), kv_format="bf16/nf4")

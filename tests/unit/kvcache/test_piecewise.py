@@ -12,9 +12,7 @@ from proof.mutants import toy_subject
 
 from sameseed import scheme
 from sameseed.batch import Rows, build_batch
-from sameseed.engine.llm import LLM
 from sameseed.engine.memory import block_bytes
-from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
 from sameseed.laws import closeness, kernels, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
@@ -95,16 +93,6 @@ def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature: float, pai
         if method == "draft_model":
             assert texts(run(engine, prompts, asked)) == plain, "from the prefix cache"
         assert (engine.metrics.num_accepted_tokens > 0) == (method != "none")
-
-
-def test_bad_names_are_said(pair_folders: tuple[Path, Path]) -> None:
-    target = str(pair_folders[0])
-    with pytest.raises(RegistryError, match="did you mean 'int8'"):
-        LLM(target, kv_format="bf16+int88")
-    with pytest.raises(ConfigError, match="'nf4' does not serve the KV cache"):
-        LLM(target, kv_format="bf16+nf4")
-    with pytest.raises((ConfigError, RegistryError)):
-        LLM(target, kv_format="bf16+int4+int4")
 
 
 @pytest.mark.parametrize("window", [1, 150, 170, 231])

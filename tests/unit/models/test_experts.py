@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from fixtures_gguf import write_gguf
-from fixtures_models import all_logits, load, oracle_logits, prompt, random_tensors
+from fixtures_models import (
+    all_logits,
+    joined_experts,
+    load,
+    oracle_logits,
+    prompt,
+    published_experts,
+    random_tensors,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,30 +62,13 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["qwen-dense-layers"] = {**MODELS["qwen"], "norm_topk_prob": False, "mlp_only_layers": [1]}
 
 
-def stacked(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors as transformers stores gpt-oss: gate and up interleaved, inputs before outputs."""
-    if "GptOss" not in raw["architectures"][0]:
-        return tensors
-    found = {n: t for n, t in tensors.items() if ".experts." not in n}
-    for i in range(raw["num_hidden_layers"]):
-        at, experts = f"model.layers.{i}.mlp.experts", range(raw["num_local_experts"])
-        for kind, name in (("weight", ""), ("bias", "_bias")):
-            gate, up, down = (
-                torch.stack([tensors[f"{at}.{e}.{p}_proj.{kind}"] for e in experts]) for p in ("gate", "up", "down")
-            )
-            both = torch.stack([gate, up], dim=2).flatten(1, 2)
-            found[f"{at}.gate_up_proj{name}"] = (both.mT if kind == "weight" else both).contiguous()
-            found[f"{at}.down_proj{name}"] = (down.mT if kind == "weight" else down).contiguous()
-    return found
-
-
 def written(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     folder.mkdir(exist_ok=True)
     raw = {**SHARED, **MODELS[name], "dtype": "float32"}
     tensors = random_tensors(parse_config(raw))
     tensors |= {n: t / 2 for n, t in tensors.items() if ".experts." in n}
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-    save_file(stacked(tensors, raw), folder / "model.safetensors")
+    save_file(published_experts(tensors, True) if name == "gpt-oss" else tensors, folder / "model.safetensors")
     return folder, raw, tensors
 
 
@@ -101,14 +92,7 @@ def test_logits_are_those_of_transformers(name, backend, tmp_path):
 def test_gguf_files(name, kind, tolerance, joined, tmp_path):
     """Also where gate and up of all experts are one tensor."""
     folder, raw, tensors = written(tmp_path / "model", name)
-    parts = {}
-    for tensor, value in tensors.items():
-        at, dot, rest = tensor.partition(".experts.")
-        if not dot:
-            parts[tensor] = value
-        elif rest.startswith("0."):
-            experts = [tensors[f"{at}.experts.{e}.{rest[2:]}"] for e in range(raw["num_local_experts"])]
-            parts[tensor] = torch.stack(experts)
+    parts = joined_experts(tensors)
     for gate in [n for n in parts if joined and ".gate_proj." in n]:
         parts[gate.replace("gate_", "gate_up_")] = torch.cat(
             [parts.pop(gate), parts.pop(gate.replace("gate", "up"))], 1
@@ -140,7 +124,9 @@ def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
             q = fmt.encode(value)
             decoded[name], codes[name] = fmt.decode(q), fmt.checkpoint("x", q)["x.weight_packed"]
             codes[f"{name}.scale"] = fmt.checkpoint("x", q)["x.weight_scale"]
-    blocks = {n: t for n, t in stacked(decoded, raw).items() if not n.endswith(("gate_up_proj", "down_proj"))}
+    blocks = {
+        n: t for n, t in published_experts(decoded, True).items() if not n.endswith(("gate_up_proj", "down_proj"))
+    }
     for i in range(raw["num_hidden_layers"]):
         at = f"model.layers.{i}.mlp.experts"
         for suffix, end in (("_blocks", "weight"), ("_scales", "weight.scale")):
@@ -153,7 +139,7 @@ def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
             blocks[f"{at}.down_proj{suffix}"] = down.unflatten(-1, shape).contiguous()
     save_file(blocks, folder / "model.safetensors")
     plain, _, _ = written(tmp_path / "plain", "gpt-oss")
-    save_file(stacked(decoded, raw), plain / "model.safetensors")
+    save_file(published_experts(decoded, True), plain / "model.safetensors")
     ids, model = prompt(60), load(folder, "cpu")
     assert {m.format for m in model.weights.layers[0].experts.down} == {"mxfp4"}
     close(all_logits(model, ids), all_logits(load(plain), ids), 0.1)
@@ -164,14 +150,8 @@ def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
 
 def test_stacked_experts_of_qwen_and_their_number(tmp_path):
     folder, raw, tensors = written(tmp_path / "model", "qwen")
-    found = {n: t for n, t in tensors.items() if ".experts." not in n}
-    for i in range(raw["num_hidden_layers"]):
-        at = f"model.layers.{i}.mlp.experts"
-        one = [[tensors[f"{at}.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")] for e in range(6)]
-        found[f"{at}.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in one])
-        found[f"{at}.down_proj"] = torch.stack([parts[2] for parts in one])
     wanted = all_logits(load(folder), prompt(20))
-    save_file(found, folder / "model.safetensors")
+    save_file(published_experts(tensors), folder / "model.safetensors")
     assert all_logits(load(folder), prompt(20)).equal(wanted)
     (folder / "config.json").write_text(json.dumps({**raw, "num_local_experts": 8}))
     with pytest.raises(ModelLoadError, match="asks for"):
