@@ -8,29 +8,13 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import lawkit
 import pytest
 import torch
 from fixtures_block import fit_block
 from fixtures_eagle import fit_head
 from fixtures_models import make_runner
-from lawkit import (
-    DRAFTERS,
-    EOS,
-    FAMILIES,
-    MODEL_VOCAB,
-    SAMPLED,
-    Pair,
-    TreeDrafter,
-    advance,
-    finished,
-    knowing,
-    load_pair,
-    make_engine,
-    random_prompts,
-    run,
-    texts,
-    write_model,
-)
+from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from conftest import DRAFT_NOISE
 from sameseed import ops
@@ -48,12 +32,12 @@ TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
 CALL = {"type": "object", "properties": {"name": {"enum": ["list", "sum"]}, "arguments": {"type": "integer"}}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=lawkit.FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target, a draft model that often agrees with it, and both kinds of heads."""
     root = tmp_path_factory.mktemp(request.param)
-    write_model(root / "target", **FAMILIES[request.param])
-    write_model(root / "draft", noise=DRAFT_NOISE, **FAMILIES[request.param])
+    lawkit.write_model(root / "target", **lawkit.FAMILIES[request.param])
+    lawkit.write_model(root / "draft", noise=DRAFT_NOISE, **lawkit.FAMILIES[request.param])
     target = load_model(root / "target", ops.resolve())
     fit_head(root / "head", target)
     fit_block(root / "block", target)
@@ -62,7 +46,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Pair:
-    return load_pair(folder / "target", folder / "draft")
+    return lawkit.load_pair(folder / "target", folder / "draft")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -73,20 +57,20 @@ def test_rows_have_the_same_bits_in_every_pass(folder: Path, backend: str) -> No
     """
     r, text = make_runner(load_model(folder / "target", ops.resolve(backend))), TEXT[:60]
     whole, seq, at = Sequence(0, (), SamplingParams(), 0), Sequence(1, (), SamplingParams(), 0), 0
-    plain = torch.cat([advance(r, whole, text, 1, 0, 0) for _ in range(len(text))])
+    plain = torch.cat([lawkit.advance(r, whole, text, 1, 0, 0) for _ in range(len(text))])
     r.blocks.release(whole)
     rounds = [(5, 0, 0), (7, 4, 4), (1, 4, 0), (1, 0, 0), (1, MOST_UNSETTLED, 1), (1, 3, 2), (1, 1, 0), (7, 6, 2)]
     for known, drafted, kept in [*rounds, (1, 4, 0), (1, 0, 0), (14, 3, 0)]:
-        logits, at = advance(r, seq, text, known, drafted, kept), at + known
+        logits, at = lawkit.advance(r, seq, text, known, drafted, kept), at + known
         assert torch.equal(logits, plain[at - 1 : at + kept]), (at, drafted, kept)
         at += kept
     r.truncate(seq, 10)
     start = seq.num_cached
     assert start == (0 if r.cache.states else 10), "before a stored state, a sequence starts anew"
-    assert torch.equal(advance(r, seq, text, 20 - start, 2, 1), plain[19:21])
+    assert torch.equal(lawkit.advance(r, seq, text, 20 - start, 2, 1), plain[19:21])
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", lawkit.DRAFTERS)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_law_1(pair: Pair, name: str, sampling: dict[str, Any]) -> None:
     """Batches of mixed lengths with chunked prompts and too few blocks, against each prompt alone.
@@ -126,7 +110,10 @@ def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dic
     prompts = random_prompts(5, seed=7)
     params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **sampling)
     plain = texts(run(make_engine(pair), prompts, params, alone=True))
-    for drafter in (SomeRight(knowing(prompts, plain)), TreeDrafter(knowing(prompts, plain), MODEL_VOCAB)):
+    for drafter in (
+        SomeRight(lawkit.knowing(prompts, plain)),
+        lawkit.TreeDrafter(lawkit.knowing(prompts, plain), lawkit.MODEL_VOCAB),
+    ):
         engine = make_engine(pair, k=5, rows=24, seqs=5, block=4, tokens=112, drafter=drafter)
         engine.add(Request("gone", tuple(prompts[2]), params, 0))
         for _ in range(4):
@@ -139,7 +126,7 @@ def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dic
 
 def test_json_and_calls_of_50_prompts(pair: Pair) -> None:
     """JSON of a schema, and calls behind a mark: valid, and the same with drafts as without."""
-    words = Matching(vocabulary(pair.tokenizer, MODEL_VOCAB, [EOS]))
+    words = Matching(vocabulary(pair.tokenizer, lawkit.MODEL_VOCAB, [lawkit.EOS]))
     schema = json.dumps(CALL | {"required": ["name", "arguments"], "additionalProperties": False})
     forms = [
         words.language(words.compiled(*form)) for form in (("json", schema), ("regex", r"call: (list|sum)\(\d+\)"))
@@ -150,7 +137,7 @@ def test_json_and_calls_of_50_prompts(pair: Pair) -> None:
         engine = make_engine(pair, name, rows=64, block=4)
         for i, prompt in enumerate(random_prompts(50, seed=9)):
             engine.add(Request(str(i), tuple(prompt), params, i, grammar=words.matched(forms[i % 2])))
-        done = [c for _, c in sorted(finished(engine).items())]
+        done = [c for _, c in sorted(lawkit.finished(engine).items())]
         whole = [json.loads(c.text) for c in done if c.text.startswith("{") and c.finish_reason == "stop"]
         assert whole and all(call.keys() == {"name", "arguments"} for call in whole)
         found.append(texts(done))
