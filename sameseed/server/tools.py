@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
+FENCES = {"```json": "```", "<tools>": "</tools>"}  # around calls of Qwen2.5-Coder, if nothing stands before
 LONG = 256  # characters, a few lines of text: longer arguments begin to be given out before they are whole
 _KEYS = ("arguments", "parameters")
 _NAME = r"([A-Za-z0-9_-]{1,64})"
 _HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:{"|".join(_KEYS)})"\s*:\s*(?=\{{)')
+_OTHER = re.compile(r'[\[{\s]*"(?!(?:name|arguments|parameters|function|type|id)")[^"]*"')  # no call's first key
 _NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
 # Texts that may still become such a beginning.
@@ -69,19 +71,14 @@ class CallFormat(NamedTuple):
 
 FORMATS = {  # named as vLLM's parsers
     "qwen3_coder": CallFormat(
-        (OPEN, "<function="),
-        OPEN + "\n<function=NAME>\n",
-        "\n</function>\n" + CLOSE,
-        separator="\n",
-        close=CLOSE,
-        signs=("<function=",),
+        (OPEN, XML), f"{OPEN}\n{XML}NAME>\n", f"\n</function>\n{CLOSE}", "\n", CLOSE, signs=(XML,)
     ),
     "granite": CallFormat(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
     "openai": CallFormat(  # as models/harmony.py gives out calls
         ("<|call|>",), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
     ),
     "hermes": CallFormat(
-        (OPEN,), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, separator="\n", close=CLOSE
+        (OPEN, *FENCES), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n", CLOSE, signs=(OPEN,)
     ),
     "mistral": CallFormat(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     "llama3": CallFormat(
@@ -143,7 +140,7 @@ class Parser:
 
     def __init__(self, tools: Tools, form: CallFormat) -> None:
         self._tools, self._form = tools, form
-        self._buffer, self._mark = "", ""
+        self._buffer, self._mark, self._close = "", "", form.close
         self._called = False  # was there a call yet?
         self._bare = True  # only whitespace since the last call, or since the beginning
         self._braces = _Braces()
@@ -168,8 +165,11 @@ class Parser:
 
     def _outside(self, found: list[Found]) -> bool:
         """Give out text up to a mark, or up to what may become one."""
-        buffer, marks = self._buffer, self._form.marks
-        at, mark = min(((at, m) for m in marks if (at := buffer.find(m)) >= 0), default=(len(buffer), ""))
+        buffer, marks = self._buffer, [m for m in self._form.marks if self._bare or m not in FENCES]
+        places = (
+            (at, m) for m in marks if (at := buffer.find(m)) >= 0 and (m not in FENCES or not buffer[:at].strip())
+        )
+        at, mark = min(places, default=(len(buffer), ""))
         if not mark and not self._last:
             ends = range(max(0, at - max(map(len, marks)) + 1), at)
             at = next((end for end in ends if any(m.startswith(buffer[end:]) for m in marks)), at)
@@ -186,7 +186,8 @@ class Parser:
 
     def _begin(self, at: int, mark: str) -> None:
         """A call may begin with this mark, `at` characters from here."""
-        self._mark = "" if mark == "<function=" else mark  # that one is a part of the call
+        self._mark = "" if mark == XML else mark  # that one is a part of the call
+        self._close = FENCES.get(mark, self._form.close)
         self._buffer = self._buffer[at + len(self._mark) :]
         self._step, self._braces = self._inside, _Braces()
 
@@ -209,8 +210,8 @@ class Parser:
             return False
         calls = reader(body, self._tools) if reader is not None else []
         if end < 0:  # if this is no call, a later one may be
-            at = -1 if calls or not self._form.close else buffer.find(self._form.close)
-            size = len(buffer) if at < 0 else at + len(self._form.close)
+            at = -1 if calls or not self._close else buffer.find(self._close)
+            size = len(buffer) if at < 0 else at + len(self._close)
         found += calls or filter(None, [self._mark + buffer[:size]])
         self._leave(size, bool(calls))
         return True
@@ -224,16 +225,18 @@ class Parser:
         begin, none = buffer.lstrip(), (None, 0, 0)
         if form.bare and (python := _PYTHON.match(begin)) is not None:
             return (_python, -1, -1) if python[1] in self._tools else none
+        if self._close in FENCES.values() and _OTHER.match(begin):
+            return none
         if re.match(r"\{|\[\s*\{", begin):
-            end = braces.find(buffer, form.close)
-            return _json, end, end if end < 0 else end + len(form.close)
-        if "<function=" in form.marks and begin.startswith("<function="):
+            end = braces.find(buffer, self._close)
+            return _json, end, end if end < 0 else end + len(self._close)
+        if XML in form.marks and begin.startswith(XML):
             return self._xml_region()
         if not (form.bare or form.close) and (head := _NAMED.match(buffer)) is not None:
             braces.at = max(braces.at, head.end())
             end = braces.find(buffer)
             return _named, end, end
-        kinds = "{", "[", "<function=" if "<function=" in form.marks else "{"
+        kinds = "{", "[", XML if XML in form.marks else "{"
         before = _BEFORE_PYTHON if form.bare else _BEFORE_JSON if form.close else _BEFORE_NAMED
         may = any(kind.startswith(begin) for kind in kinds) or before.fullmatch(begin)
         return none if self._last or not may else None
@@ -263,7 +266,7 @@ class Parser:
 
     def _after(self, found: list[Found]) -> bool:
         """Pass over the end of a call whose arguments were given out."""
-        close = self._form.close
+        close = self._close
         end = self._braces.find(self._buffer, close) if close or self._depth else 0
         if end >= 0 or self._last:
             self._leave(len(self._buffer) if end < 0 else end + len(close), True)

@@ -40,6 +40,8 @@ CALLS: list[tuple[str, str, list[Any]]] = [
     ("hermes", f"<tool_call>{GET}", [KOELN]),
     ("hermes", f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n", [KOELN, KOELN]),
     ("hermes", f"<tool_call>[{GET}, {ADD}]</tool_call>", [KOELN, PLUS]),
+    ("hermes", f"```json\n{GET}\n```\n<tools>\n{ADD}\n</tools>", [KOELN, PLUS]),  # as Qwen2.5-Coder does
+    ("hermes", f'```json\n{{"name": "add", "arguments": {LONG}}}\n``` so', [Call("add", LONG), " so"]),
     ("hermes", '<tool_call>{"arguments": {"a":1e6}, "name": "get"}</tool_call>', [Call("get", '{"a":1e6}')]),
     (
         "hermes",
@@ -114,11 +116,7 @@ CALLS: list[tuple[str, str, list[Any]]] = [
     ),
     ("mistral", f"[TOOL_CALLS]add{LONG} so", [Call("add", LONG), " so"]),
     ("granite", f"<|tool_call|>[{GET}]", [KOELN]),
-    (
-        "granite",
-        r'<|tool_call|>{"name": "get", "arguments": "{\"city\": \"Bonn\"}"}',
-        [Call("get", '{"city": "Bonn"}')],
-    ),
+    ("granite", r'<|tool_call|>{"name": "get", "arguments": "{\"a\": 1}"}', [Call("get", '{"a": 1}')]),
 ]
 # Arguments in every spelling, and what they mean; None: the text is no call.
 SPELLINGS: list[tuple[str, str | None]] = [
@@ -155,6 +153,8 @@ CALLS += [
 TEXTS = {
     "hermes": [
         "plain text",
+        f"So ```json\n{GET}\n```",
+        '```json\n{"a": {"name": "get"}}\n``` ` `` ```',
         "<tool_call>{not json}</tool_call>!",
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
         '<tool_call>{"name": [], "arguments": {}}</tool_call>',
