@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sameseed import LLM
     from sameseed.engine.engine import Engine
     from sameseed.measure.bench import Run
-    from sameseed.tokenizer import Tokenizer
 
 REAL = "smollm2"
 REAL_DRAFT = "suffix"  # needs no second model: it drafts what the conversation said before
@@ -62,6 +61,7 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
     from sameseed import hub
     from sameseed.cli.console import stdout_console
+    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
     console = stdout_console()
     try:
@@ -69,7 +69,8 @@ def run(argv: Seq[str], prog: str) -> int:
     except ModelLoadError as error:
         console.print(f"Without a trained model: {error}\n", markup=False)
         plain, drafting, same = show_pair(console)
-        same = measure(plain, drafting, pair_prompts(plain.tokenizer), args.seconds, console) and same
+        prompts = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+        same = measure(plain, drafting, prompts, args.seconds, console) and same
         console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
     else:
         same = show_real(args.seconds, console)
@@ -144,13 +145,6 @@ def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
         same, num_plain = same and equal, num_plain + rounds
     conclude_shown(total, num_plain, same, console)
     return plain.engine, drafting.engine, same
-
-
-def pair_prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Token ids of the prompts with which the packaged pair is measured."""
-    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
-
-    return [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
 
 
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:

@@ -101,13 +101,15 @@ class Tokenizer(habits.Hinted):
         return {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": json.dumps(config, indent=2)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError for invalid Unicode (lone surrogates)."""
+        """Token ids of a text, with one begin token even if it spells one. Raises RequestError for lone surrogates."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it") from None
         # The batched form lets other threads run meanwhile, and computes no character offsets.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        ids = list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        begin = self._backend.token_to_id(self.special.get("bos_token", ""))
+        return ids[1:] if add_special_tokens and ids[:2] == [begin, begin] else ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -43,7 +43,7 @@ def run(argv: Seq[str], prog: str) -> int:
             break
         if line == "/reset":
             messages = opening
-        elif line.startswith("/"):
+        elif line.startswith("/") and " " not in line:
             console.print(HELP)
         else:
             asked = [*messages, {"role": "user", "content": line}]

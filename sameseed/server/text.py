@@ -43,7 +43,6 @@ class TextCodec:
         marks = [vocabulary[m] for m in (FORMATS[self.calls].marks if self.calls else ()) if m in vocabulary]
         self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
         self._threads = ThreadPoolExecutor(2, "tokenizer")  # which works on for a request that has run out of time
-        self._begin = vocabulary.get(self.tokenizer.special.get("bos_token", ""))
 
     async def prompts(
         self, prompts: Seq[str | Seq[int]], add_special_tokens: bool = True, keep: int | None = None
@@ -61,9 +60,7 @@ class TextCodec:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_size(len(prompt))
-                ids = self.tokenizer.encode(prompt, special)
-                # If the text itself begins with the begin (BOS) token, the tokenizer adds a second one: drop that.
-                made.append(self._checked(ids[1:] if special and ids[:2] == [self._begin] * 2 else ids, keep))
+                made.append(self._checked(self.tokenizer.encode(prompt, special), keep))
             else:
                 made.append(self._checked(list(prompt), keep))
             num_tokens += len(made[-1])

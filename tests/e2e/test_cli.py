@@ -136,7 +136,7 @@ def test_chat_template_is_applied(cli: Cli) -> None:
 
 
 def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "turns").write_text("hello\n\nmore\n/reset\nhello\n/exit\nnever\n")
+    (tmp_path / "turns").write_text("hello\n\n/more of it\n/reset\nhello\n/exit\nnever\n")
     monkeypatch.setattr(sys, "stdin", (tmp_path / "turns").open())
     code, out, _ = cli("chat", "--max-tokens", "8", "--json")
     lines = [json.loads(line) for line in out.splitlines()]

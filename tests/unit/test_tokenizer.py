@@ -144,9 +144,9 @@ def test_bytes_that_are_no_text_are_not_waited_for(unit, monkeypatch):
 
 def test_special_tokens():
     tokenizer = byte_level()
-    begin = tokenizer.vocabulary()["<s>"]
     with_begin = tokenizer.encode("dog")
-    assert with_begin[0] == begin and with_begin[1:] == tokenizer.encode("dog", add_special_tokens=False)
+    assert with_begin == with_template(None).encode("<s>dog"), "not twice"
+    assert with_begin == [tokenizer.vocabulary()["<s>"], *tokenizer.encode("dog", add_special_tokens=False)]
     assert tokenizer.decode(with_begin) == "dog"
     assert tokenizer.decode(with_begin, skip_special_tokens=False) == "<s>dog"
     assert tokenizer.encode("a<|user|>b", add_special_tokens=False).count(tokenizer.vocabulary()["<|user|>"]) == 1
