@@ -40,7 +40,7 @@ from sameseed.server.reading import INLINE, F, Intake, read
 from sameseed.server.reasoning import PARSERS, Thoughts
 from sameseed.server.replies import CompletionReply, Job, Reply
 from sameseed.server.text import TextCodec
-from sameseed.server.tools import FORMATS, Parser
+from sameseed.server.tools import FENCES, FORMATS, Parser
 
 
 def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) -> SamplingParams:
@@ -178,7 +178,7 @@ class Service:
         """What a reply is made from; the engine's frame, also as bytes; and the grammar. Raises ApiError."""
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
-        parser = tool_parser(content.tools, text) if isinstance(content, Render) else None
+        parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
         if (parser is not None and text.hides_marks) or (isinstance(content, Render) and text.calls == "openai"):
             fields.skip_special_tokens = False
         grammar = None if source is None else await self.client.grammars.compiled(source)
@@ -258,11 +258,13 @@ class Service:
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
 
 
-def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec) -> Callable[[], Parser] | None:
-    """Factory of tool-call parsers, one per choice; None without tools. Raises ApiError 400 if the model has none."""
+def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec, free: bool = True) -> Callable[[], Parser] | None:
+    """Makes tool-call parsers, one per choice; None without tools. `free`: no grammar writes calls. Raises ApiError."""
     if not tools:
         return None
     if text.calls is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
-    return partial(Parser, schemas, FORMATS[text.calls])
+    form = FORMATS[text.calls]
+    marks = form.marks if free else tuple(mark for mark in form.marks if mark not in FENCES)
+    return partial(Parser, schemas, form._replace(marks=marks))

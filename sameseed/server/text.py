@@ -113,7 +113,7 @@ class TextCodec:
         def spell(prompt: str | Seq[int]) -> str:
             if isinstance(prompt, str):
                 return prompt
-            self._check_ids(prompt)
+            check_token_ids("prompt", prompt, self.vocab_size)
             return self.tokenizer.decode(prompt, skip_special_tokens)
 
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
@@ -130,16 +130,13 @@ class TextCodec:
         if size > SLACK * self._longest * self.max_model_len:
             raise self._too_long(f"{size} characters")
 
-    def _check_ids(self, token_ids: Seq[int]) -> None:
-        check_token_ids("prompt", token_ids, self.vocab_size)
-
     def _checked(self, token_ids: list[int], keep: int | None = None) -> list[int]:
         token_ids = token_ids if keep is None else token_ids[-keep:]
         if not token_ids:
             raise bad_request("the prompt is empty; give at least one token of text", "prompt")
         if len(token_ids) >= self.max_model_len:
             raise self._too_long(f"{len(token_ids)} tokens")
-        self._check_ids(token_ids)
+        check_token_ids("prompt", token_ids, self.vocab_size)
         return token_ids
 
     def _too_long(self, size: str) -> ApiError:

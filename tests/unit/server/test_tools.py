@@ -280,8 +280,8 @@ async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> N
     assert text.tokenizer.decode(ids) == (
         '<tool_call> {"name": "get", "parameters": {"type": "object"}}[user] weather?[assistant] get(Ulm)[tool] rain'
     )
-    none = read(ChatFields, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"})
-    assert none.offered == []
+    assert read(ChatFields, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).offered == []
+    assert tool_parser(TOOLS, text, free=False)().feed(f"```json\n{GET}") == [f"```json\n{GET}"]  # a grammar's form
 
 
 def test_tools_that_cannot_be(pair: Pair) -> None:
