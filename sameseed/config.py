@@ -18,7 +18,7 @@ MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
 # The drafters that a draft means without naming them, by how it is written or by the kind of its folder.
 WRITTEN = {"MODEL": "draft_model", "HEAD": "eagle", "BLOCK": "block", "PARALLEL": "parallel"}
-WRITTEN |= {"ASSISTANT": "assistant", "A > MODEL": "cascade", "A + B": "first"}
+WRITTEN |= {"ASSISTANT": "assistant", "MTP": "mtp", "A > MODEL": "cascade", "A + B": "first"}
 # `Drafter.owns` of the package's drafters. Loading one would import PyTorch, which the front of a server needs not.
 OWNS = {
     **dict.fromkeys(("assistant", "cascade", "draft_model", "parallel"), "model"),

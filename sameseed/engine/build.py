@@ -37,7 +37,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
-from sameseed.models.mtp import block_config, load_mtp
+from sameseed.models.mtp import find_block, load_mtp
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.qwen35 import Qwen35
 from sameseed.models.runner import ModelRunner
@@ -277,8 +277,7 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
     """The folder of the model or head that a level drafts with; `folder`: its target's. Raises ConfigError."""
     name = spec.model
     if cls.inside:
-        block_config(folder)
-        return folder
+        return find_block(folder if name is None else resolve_model(name))[0]
     if name is None and cls.owns != "target":
         one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
         one = one or "model; name one, e.g. --draft embedded-draft"

@@ -13,7 +13,7 @@ from sameseed.errors import ConfigError
 from sameseed.kvcache.state import slot_bytes
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
-from sameseed.models.head_config import check_rotation
+from sameseed.models.head_config import check_rotation, is_head
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.mtp import mtp_bytes
 from sameseed.models.weights import Shapes, TensorSource, dense_format, expected_shapes, weight_bytes
@@ -67,12 +67,11 @@ def demand_of(
 
 def head_demand(folder: Path, quant: QuantScheme, config: EngineConfig, target: Path) -> Demand:
     """Like `demand`, for a draft head for the model in `target`. Also raises if the two do not fit together."""
-    if folder != target:
+    if is_head(folder):
         check_rotation(folder, target)
         layer, weights, dense = head_bytes(folder, quant, read_config(target))
-    else:  # the block inside a checkpoint
-        layer, weights, source = mtp_bytes(folder, quant)
-        dense = dense_format(source, quant, expected_shapes(read_config(folder)))
+    else:  # an MTP block
+        layer, weights, dense = mtp_bytes(folder, quant, target)
     block = block_bytes(layer, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
     return Demand(quant, weights, block, logits=logit_bytes(layer))
 

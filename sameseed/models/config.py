@@ -72,6 +72,7 @@ OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "eos_tok
 GGUF = ".gguf"  # suffix of a model that is one file
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
 PARALLEL = ("pard", "pard2")  # spd_type of models that draft several tokens in one pass
+MTP_BESIDE = "mtp-*.gguf"  # files beside a GGUF file, each of an MTP block alone, as llama.cpp names them
 KEY_BYTES = 1 << 24  # of a GGUF file's beginning, where its keys are
 MAX_LAYERS = 10_000  # a bound, because names and shapes of all layers are listed before any file is read
 
@@ -308,24 +309,27 @@ def is_assistant(folder: Path) -> bool:
 
 def model_text(folder: Path) -> str:
     """What the model in a folder or file, which is no head, means as a draft (`sameseed.config.WRITTEN`)."""
+    if folder.is_file() and folder.match(MTP_BESIDE):
+        return "MTP"
     return "PARALLEL" if is_parallel(folder) else "ASSISTANT" if is_assistant(folder) else "MODEL"
 
 
 def drafts_itself(model: str) -> bool:
-    """Whether a model on this machine holds a whole MTP block. Others are told apart without importing torch."""
+    """Whether a model here has a whole MTP block, inside or beside. Others are told apart without importing torch."""
     path = Path(model).expanduser()
     config = path if path.is_file() else path / "config.json"
     if not config.is_file():
         return False
     with config.open("rb") as file:
         begin = file.read(KEY_BYTES)
-    if not any(key in begin for key in (b"mtp_num_hidden_layers", b".nextn_predict_layers")):
+    inside = any(key in begin for key in (b"mtp_num_hidden_layers", b".nextn_predict_layers"))
+    if not inside and not (path.is_file() and any(path.parent.glob(MTP_BESIDE))):
         return False
     from sameseed.models.mtp import mtp_bytes
     from sameseed.scheme import QuantScheme
 
     try:
-        mtp_bytes(path, QuantScheme())
+        mtp_bytes(path, QuantScheme(), path)
     except (ConfigError, ModelLoadError) as error:
         log.info("no MTP block to draft with: %s", error)
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
 from sameseed.models.layers import ModelWeights, rope_table
 from sameseed.models.runnable import Runnable
-from sameseed.ops import Ops
+from sameseed.ops import Ops, RowSource, normed_rows
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Decoder(Runnable):
     """A decoder with its weights and the ops that run it; the batch and the KV cache are arguments of each pass.
 
-    A family defines `_forward`, and overrides what differs from Llama: how its config and its weights are read.
+    A family defines `_states`, and overrides what differs from Llama: how its config and its weights are read.
     """
 
     norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
@@ -140,4 +140,23 @@ class Decoder(Runnable):
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.token_ids, logits)
+        return logits, hidden, chosen
+
+    def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
+        """A pass without its end: the output [T, C] of each layer."""
+        raise NotImplementedError
+
+    def _logits(self, ops: Ops, rows: RowSource) -> Tensor:
+        return ops.product(rows, self.weights.lm_head)
+
+    def _forward(
+        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        batch, x, kept = batch.on(self.device), torch.empty(0), dict[int, Tensor]()
+        for i, x in enumerate(self._states(ops, batch, cache)):
+            if i in captures:
+                kept[i] = x
+        logits = self._logits(ops, normed_rows(x, self.weights.norm, self.config.rms_eps, batch.logit_rows))
+        hidden = ops.capture([kept[i] for i in captures]) if captures else None
+        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
         return logits, hidden, chosen

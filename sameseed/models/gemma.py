@@ -7,7 +7,7 @@ cache of an earlier layer, and the E models add an embedding of the token to eac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, RopeConfig, base_config, family, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
-from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
+from sameseed.ops import Ops, RowSource, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 if TYPE_CHECKING:
@@ -177,17 +177,14 @@ class Gemma(Decoder):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
         fourth = raw["architectures"][0].startswith("Gemma4")
         arch = file.metadata["general.architecture"]
-        get = partial(number, file, arch)
         layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
         common = {
             "hidden_activation": GELU[0],
-            "sliding_window": get("attention.sliding_window"),
-            "rope_local_base_freq": float(get("rope.freq_base_swa", 10000.0)),
-            "final_logit_softcapping": float(get("final_logit_softcapping", 0.0)),
+            "sliding_window": file.number("attention.sliding_window"),
+            "rope_local_base_freq": float(file.number("rope.freq_base_swa", 10000.0)),
+            "final_logit_softcapping": float(file.number("final_logit_softcapping", 0.0)),
         }
         if not fourth:
             # No key says so: the largest model, of 62 layers, scales by another size.
@@ -202,21 +199,21 @@ class Gemma(Decoder):
                 f"{file.path}: {arch}.{keys[0]} must name {layers} layers, of which one sees all tokens"
             )
         by_kind = dict(zip(local, kv_heads))
-        per_layer = int(get("embedding_length_per_layer_input", 0))
+        per_layer = int(file.number("embedding_length_per_layer_input", 0))
         table = file.tensors.get("per_layer_token_embd.weight")
         return {
             **common,
             "layer_types": [SLIDING if x else FULL for x in local],
-            "head_dim": get("attention.key_length_swa"),
+            "head_dim": file.number("attention.key_length_swa"),
             "global_head_dim": raw["head_dim"],
             "num_key_value_heads": int(by_kind.get(True, raw["num_key_value_heads"])),
             "num_global_key_value_heads": int(by_kind.get(False, raw["num_key_value_heads"])),
             "attention_k_eq_v": f"blk.{local.index(False)}.attn_v.weight" not in file.tensors,
-            "num_kv_shared_layers": int(get("attention.shared_kv_layers", 0)),
+            "num_kv_shared_layers": int(file.number("attention.shared_kv_layers", 0)),
             "use_double_wide_mlp": bool(inner) and inner[-1] > inner[0],
             "hidden_size_per_layer_input": per_layer,
             "vocab_size_per_layer_input": table.shape[0] if table is not None else 0,
-            "enable_moe_block": bool(get("expert_count", 0)),
+            "enable_moe_block": bool(file.number("expert_count", 0)),
         }
 
     # --- weights ---
@@ -297,25 +294,17 @@ class Gemma(Decoder):
         super().__init__(config, *args, **more)
         self.local_rope = rope_table(config.local_rope, config.local_head_dim, self.max_model_len).to(self.device)
 
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        c, w, eps = self.config, self.weights, self.config.rms_eps
-        assert isinstance(c, GemmaConfig) and isinstance(w, GemmaWeights)
-        batch = batch.on(self.device)
-        x = ops.embedding(batch.token_ids, w.embedding, math.sqrt(c.hidden_size))  # [T, C]
+    def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
+        x = ops.embedding(batch.token_ids, self.weights.embedding, math.sqrt(self.config.hidden_size))  # [T, C]
         inputs = self._layer_inputs(ops, batch, x)
-        kept: dict[int, Tensor] = {}
-        for i in range(c.num_layers):
+        for i in range(self.config.num_layers):
             x = self._layer(ops, i, x, inputs, batch, cache.layers)
-            if i in captures:
-                kept[i] = x
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        if c.softcap:
-            logits = ops.softcap(logits, c.softcap)
-        hidden = ops.capture([kept[i] for i in captures]) if captures else None
-        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
-        return logits, hidden, chosen
+            yield x
+
+    def _logits(self, ops: Ops, rows: RowSource) -> Tensor:
+        assert isinstance(self.config, GemmaConfig)
+        logits = super()._logits(ops, rows)
+        return ops.softcap(logits, self.config.softcap) if self.config.softcap else logits
 
     def _layer(self, ops: Ops, i: int, x: Tensor, inputs: Seq[Tensor], batch: Batch, caches: Seq[KVLayer]) -> Tensor:
         """The output [T, C] of layer i; `inputs`: see `_layer_inputs`."""

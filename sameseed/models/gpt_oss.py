@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, View, base_config
-from sameseed.models.qwen3_moe import MoeLayer, Qwen3Moe, moe
+from sameseed.models.config import ModelConfig, base_config
+from sameseed.models.qwen3_moe import Qwen3Moe, moe
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
+    from sameseed.models.weights import Shapes
 
 
 class GptOss(Qwen3Moe):
     """The decoder of gpt-oss."""
 
     router: ClassVar[str] = "mlp.router"
+    interleaved: ClassVar[bool] = True  # MXFP4 has a layout of its own
     gguf_names: ClassVar[Mapping[str, str]] = {
         **Qwen3Moe.gguf_names,
         "mlp.router": "ffn_gate_inp",
@@ -36,15 +36,10 @@ class GptOss(Qwen3Moe):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
-        get = partial(number, file, file.metadata["general.architecture"])
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(raw["num_hidden_layers"])]
-        return {
-            "num_experts": get("expert_count"),
-            "num_experts_per_tok": get("expert_used_count"),
-            "intermediate_size": get("expert_feed_forward_length"),
-            "sliding_window": get("attention.sliding_window"),
+        return super().gguf_config(file, raw) | {
+            "intermediate_size": file.number("expert_feed_forward_length"),
+            "sliding_window": file.number("attention.sliding_window"),
             "layer_types": kinds,
             "rope_parameters": {**raw["rope_parameters"], "truncate": False},
         }
@@ -58,29 +53,6 @@ class GptOss(Qwen3Moe):
             for part, size in (("gate", c.expert_size), ("up", c.expert_size), ("down", c.hidden_size)):
                 shapes[f"{at}.mlp.experts.{e}.{part}_proj.bias"] = (size,)
         return shapes
-
-    @classmethod
-    def views(cls, config: ModelConfig) -> dict[str, View]:
-        """Stacked [E, C, 2 F] and [E, F, C]: rows of the gate and of up take turns. MXFP4 has a layout of its own."""
-        c, found = moe(config), dict[str, View]()
-        for i in range(c.num_layers):
-            at = f"model.layers.{i}.mlp.experts"
-            for e in range(c.num_experts):
-                for part, rows in (("gate", slice(0, None, 2)), ("up", slice(1, None, 2)), ("down", slice(None))):
-                    stacked = f"{at}.{'down' if part == 'down' else 'gate_up'}_proj"
-                    height, width = (
-                        (c.hidden_size, c.expert_size) if part == "down" else (2 * c.expert_size, c.hidden_size)
-                    )
-                    one = f"{at}.{e}.{part}_proj"
-                    found[f"{one}.weight"] = View(stacked, (c.num_experts, width, height), e, rows, transposed=True)
-                    found[f"{one}.bias"] = View(f"{stacked}_bias", (c.num_experts, height), e, rows)
-        return found
-
-    @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> Any:
-        c, at = moe(reader.config), f"model.layers.{layer}"
-        sinks = reader.vector(f"{at}.self_attn.sinks")
-        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at), sinks=sinks)
 
 
 MODEL = GptOss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,9 @@ class Llama(Decoder):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
         more = super().gguf_config(file, raw)
         if raw["architectures"][0] == "GraniteForCausalLM":
-            more |= {name: number(file, "granite", key) for key, name in GRANITE.items()}
+            more |= {name: file.number(key) for key, name in GRANITE.items()}
         if raw["architectures"][0] == "Ministral3ForCausalLM":
             scales = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
             more["rope_parameters"] = raw["rope_parameters"] | scales
@@ -86,23 +84,14 @@ class Llama(Decoder):
         window, rope = self.config.windows[i], self.still if i in self.config.still_layers else self.rope
         return run_layer(ops, self.config, self.weights.layers[i], rows, x, batch, cache.layers[i], rope, window, then)
 
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
         w, eps = self.weights, self.config.rms_eps
-        batch = batch.on(self.device)
         x = ops.embedding(batch.token_ids, w.embedding, self.config.embedding_factor)  # [T, C]
-        kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
             then = Then(w.layers[i + 1].input_norm, eps, w.layers[i + 1].qkv) if i + 1 < len(w.layers) else None
             x = self._layer(ops, i, rows, x, batch, cache, then)
-            if i in captures:
-                kept[i] = x
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        hidden = ops.capture([kept[i] for i in captures]) if captures else None
-        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
-        return logits, hidden, chosen
+            yield x
 
 
 MODEL = Llama

@@ -1,4 +1,4 @@
-"""The MTP block of Qwen3.5: a layer inside the checkpoint that drafts from the target's last states.
+"""The MTP block of Qwen3.5, in its checkpoint or beside it: a layer that drafts from the target's last states.
 
 Row t pairs the target's state at position t, after its final norm, with token t + 1, as in an EAGLE head. For further
 tokens it reads its own output, after its own norm.
@@ -6,15 +6,19 @@ tokens it reads its own output, after its own norm.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import MTP_BESIDE
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config
@@ -27,9 +31,21 @@ from sameseed.models.qwen35 import (
     mtp_shapes,
     read_attention,
 )
-from sameseed.models.weights import Progress, Shapes, TensorSource, WeightReader, weight_bytes
+from sameseed.models.weights import (
+    Progress,
+    TensorSource,
+    WeightReader,
+    dense_format,
+    expected_shapes,
+    weight_bytes,
+)
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
+
+ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")  # that files of a block alone also hold
+
+# What a model and its block must agree in.
+sizes = attrgetter("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 class MtpHead(EagleHead):
@@ -57,24 +73,48 @@ class MtpHead(EagleHead):
         return logits, ops.capture([ops.rms_norm(x, w.norm, eps)]), self._chosen(ops, logits, batch)
 
 
-def block_config(folder: Path) -> tuple[Qwen35Config, Qwen35Config, Shapes]:
-    """Of the model in `folder`: its config with the block's tensors, the block's own, and their shapes.
+def find_block(folder: Path) -> tuple[Path, Qwen35Config]:
+    """Where the MTP block of the model in `folder` is: there, or in a file beside it; and the model's config there.
 
-    Raises ConfigError where the checkpoint has no such block.
+    `folder` may also be a file of the block alone. Raises ConfigError where there is none.
     """
-    config = read_config(folder)
-    if not isinstance(config, Qwen35Config) or not config.num_mtp:
-        raise ConfigError(f"{folder.name} holds no MTP block; leave out --draft mtp, or take a checkpoint that has one")
-    layer = replace(config, num_layers=1, attends=(True,))
-    return replace(config, reads_mtp=True), layer, mtp_shapes(config)
+    own = read_config(folder)
+    beside = sorted(folder.parent.glob(MTP_BESIDE)) if folder.is_file() else []
+    for place in (folder, *beside):
+        with suppress(ModelLoadError):
+            config = read_config(place)
+            if isinstance(config, Qwen35Config) and config.num_mtp and sizes(config) == sizes(own):
+                with open_checkpoint(place) as source:
+                    if all(f"{name}.weight" in source for name in mtp_names(config)[:-1]):
+                        return place, config
+    if isinstance(own, Qwen35Config) and own.num_mtp:
+        return folder, own  # which names what is missing
+    raise ConfigError(f"{folder.name} holds no MTP block; leave out --draft mtp, or take a checkpoint that has one")
 
 
-def mtp_bytes(folder: Path, quant: QuantScheme) -> tuple[Qwen35Config, int, TensorSource]:
-    """The block's config, the bytes that its weights will take, and its source. Raises as `load_mtp`."""
-    config, layer, shapes = block_config(folder)
-    with open_checkpoint(folder) as source:
-        source.check(config)
-        return layer, weight_bytes(layer, source, quant, shapes), source
+@contextmanager
+def open_block(folder: Path) -> Iterator[tuple[TensorSource, Qwen35Config, Qwen35Config]]:
+    """The checked source of an MTP block, the config of its model there, and that of a model of its layer alone.
+
+    Raises ModelLoadError naming a tensor that is missing, ConfigError where there is no such block.
+    """
+    place, config = find_block(folder)
+    with open_checkpoint(place) as source:
+        if "model.layers.0.input_layernorm.weight" in source:
+            source.check(replace(config, reads_mtp=True))
+        else:  # the block alone
+            source.check(config, mtp_shapes(config), ENDS)
+        yield source, config, replace(config, num_layers=1, attends=(True,))
+
+
+def mtp_bytes(folder: Path, quant: QuantScheme, target: Path) -> tuple[Qwen35Config, int, str]:
+    """The config of the block's layer, bytes of its weights, and its dense format: that of `target`."""
+    with open_block(folder) as (source, config, layer):
+        size = weight_bytes(layer, source, quant, mtp_shapes(config))
+    own = read_config(target)
+    with open_checkpoint(target) as source:
+        source.check(own)
+        return layer, size, dense_format(source, quant, expected_shapes(own))
 
 
 def load_mtp(
@@ -85,15 +125,12 @@ def load_mtp(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> MtpHead:
-    """The MTP block inside the checkpoint of `target`, whose embedding and LM head it shares.
-
-    Raises ModelLoadError naming a tensor that is missing, ConfigError where the checkpoint has no such block.
-    """
-    config, layer, shapes = block_config(folder)
-    fc, embedding, states, norm, at = mtp_names(config)
-    with open_checkpoint(folder) as source:
-        source.check(config)
-        reader = WeightReader(layer, source, quant, ops, device, progress, shapes)
+    """The MTP block of `target`, whose embedding and LM head it shares. Raises as `open_block`."""
+    with open_block(folder) as (source, config, layer):
+        if sizes(config) != sizes(target.config):
+            raise ConfigError(f"the MTP block of {folder} is of another model; name one of this target with --draft")
+        fc, embedding, states, norm, at = mtp_names(config)
+        reader = WeightReader(layer, source, quant, ops, device, progress, mtp_shapes(config))
         weights = HeadWeights(
             embedding=target.weights.embedding,
             fc=reader.matrix(fc),

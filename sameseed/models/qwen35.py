@@ -7,7 +7,7 @@ rotates only the first quarter of a head, and multiplies its output by the sigmo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -194,31 +194,28 @@ class Qwen35(Decoder):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
         arch = file.metadata["general.architecture"]
-        get = partial(number, file, arch)
-        layers, mtp, heads = get("block_count"), get("nextn_predict_layers", 0), get("ssm.time_step_rank")
-        inner, dim = get("ssm.inner_size"), raw["head_dim"]
+        layers, mtp, dim = file.number("block_count"), file.number("nextn_predict_layers", 0), raw["head_dim"]
+        inner, heads = file.number("ssm.inner_size"), file.number("ssm.time_step_rank")
         found: dict[str, Any] = {
             "in_gguf": True,
             "num_hidden_layers": layers - mtp,
             "mtp_num_hidden_layers": mtp,
             "rope_parameters": {
                 **raw["rope_parameters"],
-                "partial_rotary_factor": get("rope.dimension_count", dim) / dim,
+                "partial_rotary_factor": file.number("rope.dimension_count", dim) / dim,
             },
-            "linear_conv_kernel_dim": get("ssm.conv_kernel"),
-            "linear_key_head_dim": get("ssm.state_size"),
+            "linear_conv_kernel_dim": file.number("ssm.conv_kernel"),
+            "linear_key_head_dim": file.number("ssm.state_size"),
             "linear_value_head_dim": inner // heads if heads and not inner % heads else 0,
-            "linear_num_key_heads": get("ssm.group_count"),
+            "linear_num_key_heads": file.number("ssm.group_count"),
             "linear_num_value_heads": heads,
         }
         recurrent = file.metadata.get(f"{arch}.attention.recurrent_layers")
         if recurrent is not None:
             names = ("full_attention", "linear_attention")
             found["layer_types"] = [names[bool(r)] for r in list(recurrent)[: layers - mtp]]
-        return found | {"full_attention_interval": get("full_attention_interval", INTERVAL)}
+        return found | {"full_attention_interval": file.number("full_attention_interval", INTERVAL)}
 
     @classmethod
     def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -294,15 +291,12 @@ class Qwen35(Decoder):
         self.attention = GatedAttention(config, self.max_model_len, self.device)
         self.rope = self.attention.table
 
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
         c, w, eps = self.config, self.weights, self.config.rms_eps
         if cache.states is None:
             raise ConfigError("recurrent layers cannot be checked or timed apart from an engine; take another model")
         caches, states = iter(cache.layers), iter(cache.states.layers)
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        kept: dict[int, Tensor] = {}
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
             following = w.layers[i + 1] if i + 1 < len(w.layers) else None
@@ -313,12 +307,7 @@ class Qwen35(Decoder):
                 y = ops.delta(ops.product(rows, layer.qkv), layer.delta, next(states), batch)
                 x = ops.product(gated_rows(y), layer.out, None, x, Then(layer.post_norm, eps, layer.gate_up))
                 x = feed_forward(ops, c, layer, x, then)
-            if i in captures:
-                kept[i] = x
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        hidden = ops.capture([kept[i] for i in captures]) if captures else None
-        chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
-        return logits, hidden, chosen
+            yield x
 
 
 def member(c: ModelConfig) -> type[Qwen35]:

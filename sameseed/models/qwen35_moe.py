@@ -67,16 +67,9 @@ class Qwen35Moe(Qwen35):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
-        get = partial(number, file, file.metadata["general.architecture"])
-        size = get("expert_feed_forward_length")
-        return super().gguf_config(file, raw) | {
-            "num_experts": get("expert_count"),
-            "num_experts_per_tok": get("expert_used_count"),
-            "moe_intermediate_size": size,
-            "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", size),
-        }
+        found = super().gguf_config(file, raw) | Qwen3Moe.gguf_config(file, raw)
+        size = file.number("expert_shared_feed_forward_length", found["moe_intermediate_size"])
+        return found | {"shared_expert_intermediate_size": size}
 
     @classmethod
     def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:

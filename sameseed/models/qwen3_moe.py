@@ -74,6 +74,7 @@ class Qwen3Moe(Llama):
     """The decoder of Qwen3-MoE, and of families that differ in their parts."""
 
     router: ClassVar[str] = "mlp.gate"
+    interleaved: ClassVar[bool] = False  # as `expert_views`
     gguf_names: ClassVar[Mapping[str, str]] = {
         **Decoder.gguf_names,
         "mlp.gate": "ffn_gate_inp",
@@ -110,14 +111,11 @@ class Qwen3Moe(Llama):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        from sameseed.models.gguf.config import number
-
-        get = partial(number, file, file.metadata["general.architecture"])
         layers = range(raw["num_hidden_layers"])
         return {
-            "num_experts": get("expert_count"),
-            "num_experts_per_tok": get("expert_used_count"),
-            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "num_experts": file.number("expert_count"),
+            "num_experts_per_tok": file.number("expert_used_count"),
+            "moe_intermediate_size": file.number("expert_feed_forward_length"),
             "norm_topk_prob": True,
             "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors],
         }
@@ -135,14 +133,16 @@ class Qwen3Moe(Llama):
     def views(cls, config: ModelConfig) -> dict[str, View]:
         c = moe(config)
         layers = set(range(c.num_layers)) - c.dense_layers
-        return {n: view for i in layers for n, view in expert_views(c, f"model.layers.{i}").items()}
+        return {n: view for i in layers for n, view in expert_views(c, f"model.layers.{i}", cls.interleaved).items()}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> Any:
         c, at = moe(reader.config), f"model.layers.{layer}"
         if layer in c.dense_layers:
             return reader.layer(at)
-        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at))
+        name = f"{at}.self_attn.sinks"
+        sinks = reader.vector(name) if name in reader.shapes else None
+        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at), sinks=sinks)
 
     @classmethod
     def read_experts(cls, reader: WeightReader, c: MoeConfig, at: str) -> ExpertWeights:
@@ -186,16 +186,23 @@ def expert_shapes(c: MoeConfig, at: str, router: str = Qwen3Moe.router) -> dict[
     return shapes
 
 
-def expert_views(c: MoeConfig, at: str) -> dict[str, View]:
-    """Where the experts of this layer are in stacked tensors: rows of the gate before those of up."""
+def expert_views(c: MoeConfig, at: str, interleaved: bool = False) -> dict[str, View]:
+    """Where the experts of this layer are in stacked tensors: rows of the gate before those of up.
+
+    `interleaved`: as in gpt-oss, rows of both take turns, inputs come before outputs, and there are biases.
+    """
     size, found = c.expert_size, dict[str, View]()
-    parts = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size), "down_proj": slice(None)}
-    for part, rows in parts.items():
-        down = part == "down_proj"
-        shape = (c.hidden_size, size) if down else (2 * size, c.hidden_size)
-        stacked = f"{at}.mlp.experts.{'down_proj' if down else 'gate_up_proj'}"
+    gate, up = (slice(0, size), slice(size, 2 * size)) if not interleaved else (slice(0, None, 2), slice(1, None, 2))
+    for part, rows in {"gate": gate, "up": up, "down": slice(None)}.items():
+        down = part == "down"
+        height, width = (c.hidden_size, size) if down else (2 * size, c.hidden_size)
+        stacked = f"{at}.mlp.experts.{'down' if down else 'gate_up'}_proj"
+        shape = (c.num_experts, width, height) if interleaved else (c.num_experts, height, width)
         for e in range(c.num_experts):
-            found[f"{at}.mlp.experts.{e}.{part}.weight"] = View(stacked, (c.num_experts, *shape), e, rows)
+            one = f"{at}.mlp.experts.{e}.{part}_proj"
+            found[f"{one}.weight"] = View(stacked, shape, e, rows, interleaved)
+            if interleaved:
+                found[f"{one}.bias"] = View(f"{stacked}_bias", (c.num_experts, height), e, rows)
     return found
 
 

@@ -53,7 +53,7 @@ def _architecture(file: GGUFFile) -> str:
 def raw_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json of the file's model. Raises ModelLoadError for features that its family does not have."""
     meta, where, arch = file.metadata, file.path, _architecture(file)
-    get = partial(number, file, arch, by_layer=family(GGUF_ARCHITECTURES[arch][0]).by_layer)
+    get = partial(file.number, by_layer=family(GGUF_ARCHITECTURES[arch][0]).by_layer)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
     name, kind = GGUF_ARCHITECTURES[arch]
@@ -88,7 +88,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
-    get = partial(number, file, arch)
+    get = file.number
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing; does the file hold the whole model?")
@@ -100,21 +100,6 @@ def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
     if get("attention.value_length", dim) != dim or not rotates:
         raise ModelLoadError(f"{file.path}: keys, values and rotation must all have {dim} dimensions a head")
     return hidden, heads, dim
-
-
-def number(file: GGUFFile, arch: str, name: str, default: Any = None, by_layer: bool = False) -> Any:
-    """The number in a key of the architecture, or the first of an array by layer. Raises ModelLoadError.
-
-    The numbers of an array must be equal, unless `by_layer`.
-    """
-    value = file.metadata.get(f"{arch}.{name}", default)
-    if isinstance(value, np.ndarray):
-        if not len(value) or ((value != value[0]).any() and not by_layer):
-            raise ModelLoadError(f"{file.path}: {arch}.{name} differs from layer to layer, which is not supported")
-        value = value[0].item()
-    if not isinstance(value, int | float):
-        raise ModelLoadError(f"{file.path}: the key {arch}.{name} must be a number, got {str(value)[:80]}")
-    return value
 
 
 def end_tokens(file: GGUFFile) -> dict[int, list[str]]:
@@ -156,8 +141,8 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     if kind == "none" or factor in (0.0, 1.0):
         return {"rope_type": "default"}
     if kind == "yarn":
-        original = number(file, arch, "rope.scaling.original_context_length")
-        betas = {f"beta_{b}": number(file, arch, f"rope.scaling.yarn_beta_{b}", 0) for b in ("fast", "slow")}
+        original = file.number("rope.scaling.original_context_length")
+        betas = {f"beta_{b}": file.number(f"rope.scaling.yarn_beta_{b}", 0) for b in ("fast", "slow")}
         known = {name: value for name, value in betas.items() if value}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **known}
     return {"rope_type": "linear", "factor": factor}

@@ -69,6 +69,21 @@ class GGUFFile(TensorFile):
             header = _headers[key]
         self.metadata, self.tensors = header
 
+    def number(self, name: str, default: Any = None, by_layer: bool = False) -> Any:
+        """The number in a key of the architecture, or the first of an array by layer. Raises ModelLoadError.
+
+        The numbers of an array must be equal, unless `by_layer`.
+        """
+        key = f"{self.metadata.get('general.architecture')}.{name}"
+        value = self.metadata.get(key, default)
+        if isinstance(value, np.ndarray):
+            if not len(value) or ((value != value[0]).any() and not by_layer):
+                raise ModelLoadError(f"{self.path}: {key} differs from layer to layer, which is not supported")
+            value = value[0].item()
+        if not isinstance(value, int | float):
+            raise ModelLoadError(f"{self.path}: the key {key} must be a number, got {str(value)[:80]}")
+        return value
+
     def _parsed(self) -> Header:
         walk = _HeaderWalk(self)
         if walk.take(4) != MAGIC:

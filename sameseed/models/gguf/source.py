@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
 from sameseed.models.layouts.base import finite, round_scheme, rounded, say_once
-from sameseed.models.weights import expected_shapes
+from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import BLOCKS, QuantScheme, QuantTensor, get
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -79,18 +79,19 @@ class GGUFCheckpoint:
         joined = HALVES.sub("ffn_gate_up_exps", stored)
         return joined if joined in self._file.tensors else stored
 
-    def check(self, config: ModelConfig) -> None:
-        expected, tensors = expected_shapes(config), self._file.tensors
+    def check(self, config: ModelConfig, shapes: Shapes | None = None, spare: Seq[str] = ()) -> None:
+        """As `Checkpoint.check`."""
+        expected, tensors = dict(shapes or expected_shapes(config)), self._file.tensors
         wanted = Counter(map(self._name, expected))
         missing = [n for n in wanted if n not in tensors]
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
-        spare = {self._name(n) for n in family(config.architecture).spare(config)}
+        unread = {self._name(n) for n in (*spare, *family(config.architecture).spare(config))}
         nvfp4 = [
-            n.removesuffix("weight") for n in (wanted.keys() | spare) & tensors.keys() if tensors[n].type == "NVFP4"
+            n.removesuffix("weight") for n in (wanted.keys() | unread) & tensors.keys() if tensors[n].type == "NVFP4"
         ]
         scales = {f"{n}{kind}" for n in nvfp4 for kind in SCALES}
-        extra = sorted(tensors.keys() - wanted.keys() - spare - scales - {FACTORS})
+        extra = sorted(tensors.keys() - wanted.keys() - unread - scales - {FACTORS})
         if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
             say_once(f"{self.path.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
             extra = [n for n in extra if n not in other]

@@ -124,22 +124,19 @@ def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
             q = fmt.encode(value)
             decoded[name], codes[name] = fmt.decode(q), fmt.checkpoint("x", q)["x.weight_packed"]
             codes[f"{name}.scale"] = fmt.checkpoint("x", q)["x.weight_scale"]
-    blocks = {
-        n: t for n, t in published_experts(decoded, True).items() if not n.endswith(("gate_up_proj", "down_proj"))
-    }
+    whole, joined = published_experts(decoded, True), joined_experts(codes)
+    blocks = {n: t for n, t in whole.items() if not n.endswith(("gate_up_proj", "down_proj"))}
     for i in range(raw["num_hidden_layers"]):
         at = f"model.layers.{i}.mlp.experts"
         for suffix, end in (("_blocks", "weight"), ("_scales", "weight.scale")):
-            gate, up, down = (
-                torch.stack([codes[f"{at}.{e}.{p}_proj.{end}"] for e in range(6)]) for p in ("gate", "up", "down")
-            )
+            gate, up, down = (joined[f"{at}.0.{p}_proj.{end}"] for p in ("gate", "up", "down"))
             both = torch.stack([gate, up], dim=2).flatten(1, 2)
             shape = (-1, 16) if suffix == "_blocks" else (-1,)
             blocks[f"{at}.gate_up_proj{suffix}"] = both.unflatten(-1, shape).contiguous()
             blocks[f"{at}.down_proj{suffix}"] = down.unflatten(-1, shape).contiguous()
     save_file(blocks, folder / "model.safetensors")
     plain, _, _ = written(tmp_path / "plain", "gpt-oss")
-    save_file(published_experts(decoded, True), plain / "model.safetensors")
+    save_file(whole, plain / "model.safetensors")
     ids, model = prompt(60), load(folder, "cpu")
     assert {m.format for m in model.weights.layers[0].experts.down} == {"mxfp4"}
     close(all_logits(model, ids), all_logits(load(plain), ids), 0.1)

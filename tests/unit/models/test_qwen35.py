@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lawkit
 import pytest
 import torch
-from fixtures_gguf import write_gguf
+from fixtures_gguf import bpe_keys, write_gguf
 from fixtures_models import all_logits, load, make_runner, oracle_logits, published_experts
 from lawkit import SAMPLED, random_prompts, run, texts
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed import ops
 from sameseed.batch import Rows, build_batch
 from sameseed.cli.options import draft_choice
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
@@ -45,7 +47,6 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     lawkit.write_model(root / "target", seed=1, dtype="float32", **raw)
     file = root / "target" / "model.safetensors"
     config = parse_config(json.loads((root / "target" / "config.json").read_text()))
-    assert isinstance(config, Qwen35Config)
     block = {n: torch.randn(s) * (0.1 if len(s) == 1 else s[1] ** -0.5) for n, s in mtp_shapes(config).items()}
     save_file(published_experts({**load_file(file), **block}), file)
     lawkit.write_model(root / "cut", seed=1, **raw)
@@ -80,8 +81,12 @@ def test_low_bit_drafts_in_the_targets_cache_are_refused(folders: tuple[Path, Pa
         build_engine(str(folders[0]), config)
 
 
-def as_gguf(folder: Path, path: Path, without: str = "") -> Path:
-    """The model of a folder as GGUF stores it: value heads in turns by key head, 1 + w in norms, -exp(A_log)."""
+def as_gguf(folder: Path, path: Path, without: str = "", alone: bool = False) -> Path:
+    """The model of a folder as GGUF stores it: value heads in turns by key head, 1 + w in norms, -exp(A_log).
+
+    `alone`: only the MTP block, with the tensors outside layers.
+    """
+    path.parent.mkdir(exist_ok=True)
     raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     config = parse_config(raw)
     assert isinstance(config, Qwen35Config)
@@ -113,9 +118,12 @@ def as_gguf(folder: Path, path: Path, without: str = "") -> Path:
         elif not without or without not in name:
             stored[name] = x.squeeze()
     stored[f"model.layers.{config.num_layers}.nextn.embed_tokens.weight"] = torch.zeros(config.vocab_size, 32)  # unread
+    last = f".layers.{config.num_layers}."
+    stored = {n: x for n, x in stored.items() if not alone or ".layers." not in n or last in n}
     raw["num_hidden_layers"] += 1
     arch, keys = ("qwen35moe", MOE_KEYS) if "num_experts" in raw else ("qwen35", {})
-    return write_gguf(path, raw, stored, arch=arch, keys={**GGUF_KEYS, **keys})
+    tokenizer = bpe_keys(HFTokenizer.from_file(str(folder / "tokenizer.json")), "gpt-2", {}, eos_token_id=lawkit.EOS)
+    return write_gguf(path, raw, stored, arch=arch, keys={**GGUF_KEYS, **keys}, tokenizer=tokenizer)
 
 
 def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -127,9 +135,11 @@ def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path:
 
 
 def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """It has the logits of the folder in the reference; a file without it is refused when it should draft."""
-    logits = []
-    for path, backend in ((folders[0], "reference"), (as_gguf(folders[0], tmp_path / "tiny.gguf"), "auto")):
+    """It has the logits of the folder in the reference, also in a file of its own; one that is cut off is refused."""
+    logits, whole = [], as_gguf(folders[0], tmp_path / "tiny.gguf")
+    without = as_gguf(folders[0], tmp_path / "beside" / "cut.gguf", "nextn.")
+    as_gguf(folders[0], tmp_path / "beside" / "mtp-tiny.gguf", alone=True)
+    for path, backend in ((folders[0], "reference"), (whole, "auto"), (without, "auto")):
         target = load_model(path, ops.resolve(backend))
         assert isinstance(target, Qwen35)
         head = load_mtp(path, target, ops.resolve(backend), QuantScheme())
@@ -137,7 +147,8 @@ def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path
         states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
         out, _ = head.forward(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)
         logits.append(out)
-    assert torch.allclose(*logits, atol=1e-4 * float(logits[0].abs().max()))
+    assert torch.allclose(*logits[:2], atol=1e-4 * float(logits[0].abs().max()))
+    assert torch.equal(*logits[1:])
     path = as_gguf(folders[0], tmp_path / "cut.gguf", without="nextn.eh_proj")
     target = load_model(path, ops.resolve())
     assert isinstance(target, Qwen35)
@@ -145,24 +156,23 @@ def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path
         load_mtp(path, target, ops.resolve(), QuantScheme())
 
 
-def test_the_mtp_block_drafts_the_same_text(folders: tuple[Path, Path]) -> None:
-    """Its cache takes over the target's states after each round."""
-    prompts = random_prompts(4, seed=4)
-    for params in ({}, SAMPLED):
-        sampling = SamplingParams(max_tokens=20, ignore_eos=True, seed=2, **params)
-        found = []
-        for spec in (SpecConfig(), SpecConfig("mtp", num_draft_tokens=3)):
-            cache = CacheConfig(block_size=4, num_blocks=200)
-            config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, cache=cache, spec=spec)
-            engine = build_engine(str(folders[0]), config)
-            found.append(texts(run(engine, prompts, sampling)))
-        assert found[0] == found[1]
-        assert engine.metrics.num_drafts > 10
-
-
-def test_a_whole_block_drafts_by_default(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """`--draft auto` takes it; a file whose block is cut off drafts nothing."""
-    whole, cut = as_gguf(folders[0], tmp_path / "whole.gguf"), as_gguf(folders[0], tmp_path / "cut.gguf", "nextn.enorm")
-    for path, drafts in ((folders[0], True), (whole, True), (cut, False), (tmp_path / "none", False)):
+@pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_block_drafts_by_default(folders: tuple[Path, Path], tmp_path: Path, params: dict[str, Any]) -> None:
+    """`--draft auto` takes it, as a file of its own too, if it is this model's; the text is plain decoding's."""
+    cut, beside = as_gguf(folders[0], tmp_path / "cut.gguf", "nextn."), tmp_path / "mtp-model.gguf"
+    lawkit.write_model(tmp_path / "small", **QWEN | {"num_hidden_layers": 4})
+    for path, drafts in ((folders[0], True), (folders[1], False), (cut, False), (tmp_path / "none", False)):
         assert draft_choice("auto", str(path)) == (SpecConfig("mtp") if drafts else None)
-    assert draft_choice("auto", str(folders[1])) is None, "config.json names a block, of which there is no tensor"
+    as_gguf(folders[0], beside, alone=True)
+    whole, other = (as_gguf(f, tmp_path / f"{f.name}.gguf") for f in (folders[0], tmp_path / "small"))
+    assert [draft_choice("auto", str(path)) for path in (whole, other)] == [SpecConfig("mtp"), None]
+    sampling, found = SamplingParams(max_tokens=20, ignore_eos=True, seed=2, **params), []
+    for path, draft in ((folders[0], None), (folders[0], "mtp"), (cut, "mtp"), (cut, str(beside))):
+        spec = SpecConfig() if draft is None else replace(parse_draft(draft), num_draft_tokens=3)
+        cache = CacheConfig(block_size=4, num_blocks=200)
+        config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, cache=cache, spec=spec)
+        found.append(texts(run(engine := build_engine(str(path), config), random_prompts(4, seed=4), sampling)))
+        assert (engine.metrics.num_drafts > 10) == (draft is not None)
+    assert found[0] == found[1] and found[2] == found[3]
+    with pytest.raises(ConfigError, match="another model"):
+        build_engine(str(other), EngineConfig(max_model_len=64, spec=parse_draft(str(beside))))
