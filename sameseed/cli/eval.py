@@ -29,8 +29,8 @@ class EvalArgs:
     """Measure quality: perplexity by the published protocol, and tasks, each with its 95 % interval.
 
     --compare measures several models or formats side by side, MODEL[@FORMAT[@KVFORMAT]] each, the first being the
-    baseline: quality, size, speed, and acceptance of drafts. Tasks: perplexity, humaneval, gsm8k, mmlu_pro,
-    mmlu_pro_likelihood. HumanEval runs the model's code, in a process with limits.
+    baseline: quality, size, speed, and acceptance of drafts. Tasks: perplexity, humaneval, gsm8k, mmlu_pro.
+    HumanEval runs the model's code, in a process with limits.
     """
 
     name: Annotated[str | None, Positional, option("[MODEL]")] = None  # the model, as --model

@@ -30,7 +30,6 @@ class ProfileArgs:
 
     shape: Annotated[str | None, option("NAME")] = None  # a known shape, with random weights (see --list)
     model: Annotated[str | None, option("PATH")] = None  # or a checkpoint: a folder, or a hub id
-    layers: str = ""  # with --shape: measure only A,B of its layers, e.g. 2,6, and extend to all; for shapes too large
     formats: str = "bf16"  # number formats of the weights, e.g. w4a8,w8a8,bf16
     rows: str = "1,2,4,8,16"  # M, ascending, at most 65; 1 is always measured
     context: str = "256"  # cached tokens before the new ones, e.g. 256,2048,8192
@@ -62,7 +61,6 @@ def run(argv: Seq[str], prog: str) -> int:
         "contexts": numbers("context", args.context),
         "batch_sizes": numbers("batch-sizes", args.batch_sizes),
         "draft_formats": words(args.draft_formats),
-        "layers": numbers("layers", args.layers),
         **{name: getattr(args, name) for name in SAME},
     }
     from sameseed.cli.console import check_outputs, warn_if_busy

@@ -100,11 +100,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Profile:
-    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's.
-
-    `measured_layers`: the two numbers of layers that were measured, where the values are extended from theirs
-    (`sameseed.measure.depth`); empty where the whole shape was measured.
-    """
+    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's."""
 
     shape: Mapping[str, Any]
     costs: tuple[Cost, ...]
@@ -121,7 +117,6 @@ class Profile:
     commit: str = ""
     date: str = ""
     draft: Profile | None = None
-    measured_layers: tuple[int, ...] = ()
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -202,7 +197,6 @@ class Profile:
             "interleaved": self.interleaved,
             "interrupted": self.interrupted,
             "peak_memory_bytes": self.peak_memory_bytes,
-            "measured_layers": list(self.measured_layers),
             **self._measured(),
             "draft": None if self.draft is None else self.draft._measured(),
         }
@@ -224,7 +218,7 @@ class Profile:
         try:
             shared = {name: data[name] for name in kept}
             shared["limits"] = Limits.from_dict(data["limits"])
-            made = cls(**_parts(data), **shared, measured_layers=tuple(data.get("measured_layers", ())))
+            made = cls(**_parts(data), **shared)
             made = made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
             for part in (made, *filter(None, [made.draft])):
                 passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]

@@ -18,9 +18,8 @@ class ProfileGrid:
     """What a profile measures. `formats` are scheme names; 1 is always added to `rows`, because c is relative to it.
 
     `seconds`: time budget of all passes together. `repeats`: most runs of one pass; the least is normally three.
-    `draft`: a second shape (or model folder), measured interleaved with the first, in `draft_formats`. `layers`: two
-    numbers of layers to measure instead of the whole shape, whose costs are then extended from theirs (`depth`). Raises
-    ConfigError or RegistryError for a value out of range.
+    `draft`: a second shape (or model folder), measured interleaved with the first, in `draft_formats`. `layers`: of the
+    shape only its first so many. Raises ConfigError or RegistryError for a value out of range.
     """
 
     formats: tuple[str, ...] = ("bf16",)
@@ -36,13 +35,11 @@ class ProfileGrid:
     seconds: float = 60.0
     draft: str | None = None
     draft_formats: tuple[str, ...] = ("auto",)
-    layers: tuple[int, ...] = ()
+    layers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "contexts", "batch_sizes", "layers"):
-            _check_ascending(name, getattr(self, name), optional=name in ("batch_sizes", "layers"))
-        if len(self.layers) not in (0, 2):
-            raise ConfigError(f"layers are two numbers, e.g. 2,6, got {len(self.layers)}")
+        for name in ("rows", "contexts", "batch_sizes"):
+            _check_ascending(name, getattr(self, name), optional=name == "batch_sizes")
         if self.rows[-1] > MAX_CHAIN:
             raise ConfigError(
                 f"rows go up to {MAX_CHAIN} (a draft has at most {MAX_CHAIN - 1} tokens), got {self.rows[-1]}"

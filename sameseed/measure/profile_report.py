@@ -49,9 +49,6 @@ def curve_table(profile: Profile) -> Table:
     rows = sorted({x.rows for x in profile.costs})
     heads = ["format", "KV", "cached", *(f"M={m}" for m in rows)]
     title = f"{profile.shape['name']}: ms of a pass over M rows, and c(M)"
-    if profile.measured_layers:
-        few, many = profile.measured_layers
-        title += f"; extended from {few} and {many} of {profile.shape['num_layers']} layers"
     table = layout.table(title, heads)
     for name in profile.formats:
         for context in profile.contexts(name):

@@ -15,7 +15,6 @@ from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.measure import usage
 from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
-from sameseed.measure.depth import deepened, shallow
 from sameseed.measure.grid import ProfileGrid
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, TimedModel, cache_bytes
@@ -71,9 +70,9 @@ class Profiler:
         self.name = shape.lower() if shape is not None else record.model_name(model or "")
         self.draft_name: str | None = None
         config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
-        self.config = config
-        depths = self._depths(config, folder)
-        self.candidates = [self._candidate("target", c, folder, f) for f in grid.formats for c in depths]
+        if grid.layers is not None:
+            config = replace(config, num_layers=grid.layers, windows=config.windows[: grid.layers])
+        self.candidates = [self._candidate("target", config, folder, f) for f in grid.formats]
         if grid.draft is not None:
             own = Path(grid.draft).is_dir()
             self.draft_name = record.model_name(grid.draft) if own else grid.draft.lower()
@@ -83,18 +82,6 @@ class Profiler:
         self.machine: dict[str, object] = {}
         self.limits: Limits | None = None
         self.peak_memory = 0
-
-    def _depths(self, config: ModelConfig, folder: Path | None) -> list[ModelConfig]:
-        """The target's config, or the two shallower ones of `grid.layers`. Raises ConfigError."""
-        if not self.grid.layers:
-            return [config]
-        if folder is not None:
-            raise ConfigError("--layers measures part of a shape by name (--shape); a checkpoint is measured whole")
-        if self.grid.layers[-1] > config.num_layers:
-            raise ConfigError(
-                f"{self.name} has {config.num_layers} layers, and --layers asks for {self.grid.layers[-1]}"
-            )
-        return [shallow(config, n) for n in self.grid.layers]
 
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
@@ -241,12 +228,6 @@ class Profiler:
 
     def _part(self, role: str, name: str, shared: dict[str, Any]) -> Profile:
         mine, limits = [x for x in self.candidates if x.role == role], shared["limits"]
-        if role == "target" and self.grid.layers:
-            few, many = self.grid.layers
-            low, high = (results([x for x in mine if x.config.num_layers == n], limits) for n in (few, many))
-            found = deepened(low, high, (few, many), self.config.num_layers)
-            shape = shape_as_dict(name, self.config)
-            return Profile(shape=shape, measured_layers=self.grid.layers, **found, **shared)
         return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
 
 

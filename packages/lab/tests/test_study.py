@@ -17,6 +17,8 @@ from sameseed import registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.measure import shapes
+from sameseed.measure.costs import Cost, Profile, StoredModel
+from sameseed.measure.limits import from_rates
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import MOST, Panel, plot_paths
 from sameseed_lab.studies import _depth, _page, _runner, _setup, assisted, concurrency, rivals, serving
@@ -143,7 +145,7 @@ def test_a_target_of_70b_by_its_layers(
     flags = ["study", "formats", "--size", "true", "--only", "70b", *TOY, "--out", str(tmp_path)]
     assert main(flags) == 0
     (deep,) = record.read(tmp_path / "formats.jsonl")
-    assert deep["shape"]["num_layers"] == 9 and deep["measured_layers"] == [2, 6] and deep["draft"]["costs"]
+    assert deep["shape"]["num_layers"] == 9 and deep["config"]["layers"] == [2, 6] and deep["draft"]["costs"]
     assert "Left out" not in (tmp_path / "formats.html").read_text()
     model = {"accepted_per_pos": [80, 60, 45], "mean_acceptance_length": 2.85}  # of 100 drafts
     rows = {row["k"]: row for row in _depth.depth_rows(deep, model, 2.0)}
@@ -151,6 +153,24 @@ def test_a_target_of_70b_by_its_layers(
     assert rows[4]["tokens"] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
     assert rows[2]["alone_share"] == 2.0 * rows[2]["head_share"] and len(rows) == _depth.LONGEST
     assert rows[2]["head_gain"] == pytest.approx(2.4 / (rows[2]["check"] + rows[2]["head_share"]))
+
+
+def test_times_grow_with_the_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of 80 layers do not multiply the noise of the gap between 2 and 6 layers."""
+    monkeypatch.setattr(_depth, "get_shape", lambda name: llama_shape(64, (4, 2, 16), layers=80))
+    limit = from_rates(1, {"read": (1.0,), "fp32": (1.0,)}, {}, "native")
+
+    def of(layers: int, ms: float) -> Profile:
+        size = 10 + 5 * layers  # an LM head of two layers' size
+        costs = tuple(Cost("w4a8", "bf16", 8, m, ms * m, float(m), ms, ms, 5, size / 100, 0.0) for m in (1, 2))
+        stored = StoredModel("w4a8", "bf16", size, float(size), 1, 0.5, "int8", 1.0, 7)
+        return Profile({"name": "x"}, costs, (), (), (stored,), limit)
+
+    exact = _depth.extended(of(2, 20.0), of(6, 40.0))
+    assert [(x.rows, x.c, x.ms) for x in exact.costs] == [(1, 1.0, pytest.approx(410)), (2, 2.0, pytest.approx(820))]
+    noisy = _depth.extended(of(2, 22.0), of(6, 40.0))
+    assert noisy.costs[0].ms / 410 == pytest.approx(62 / 60), "a line through both would give 0.91"
+    assert exact.shape["num_layers"] == 80
 
 
 def test_settings_decide_what_is_there(tmp_path: Path) -> None:

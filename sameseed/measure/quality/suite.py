@@ -27,7 +27,7 @@ from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO
 from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, estimate, perplexity
 from sameseed.measure.quality.tasks import Report, TaskResult, TaskSettings, humaneval, silent
 
-HARNESS = ("gsm8k", "mmlu_pro", "mmlu_pro_likelihood")
+HARNESS = ("gsm8k", "mmlu_pro")
 SHOTS = 5
 FEWSHOT_SEED = 1234  # the harness's default
 LETTERS = "ABCDEFGHIJ"
@@ -83,8 +83,7 @@ def run_harness(llm: LLM, name: str, settings: TaskSettings, report: Report = si
         loaded = TaskManager(include_path=folder, include_defaults=False).load(tasks)
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
-            if task.get_config("output_type") == "generate_until":
-                task.set_config(key="generation_kwargs", value=differs, update=True)
+            task.set_config(key="generation_kwargs", value=differs, update=True)
         found = lm_eval.evaluate(
             lm=model,
             task_dict=loaded,
@@ -107,8 +106,6 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
         Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if name == "gsm8k":
         sources = {name: theirs / "gsm8k" / "gsm8k.yaml"}
-    elif name == "mmlu_pro_likelihood":
-        sources = {name: theirs / "leaderboard" / "mmlu_pro" / "mmlu_pro.yaml"}
     else:  # a task for each subject
         subjects = sorted({row["category"].replace(" ", "_") for row in splits["test"]})
         sources = {f"{name}_{s}": theirs / name / f"{name}_{s}.yaml" for s in subjects}
@@ -124,11 +121,10 @@ def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[
 
 def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
     """A TaskResult from the harness's samples: score and generated answer of each question."""
-    letters = name == "mmlu_pro_likelihood"
     asked = [s for s in samples if s["filter"] != "strict-match"]
-    scores = tuple(float(s["acc" if letters else "exact_match"]) for s in asked)
-    missing = 0 if letters else sum(s["filtered_resps"][0] == INVALID for s in asked)
-    answers = () if letters else tuple(s["resps"][0][0] for s in asked)
+    scores = tuple(float(s["exact_match"]) for s in asked)
+    missing = sum(s["filtered_resps"][0] == INVALID for s in asked)
+    answers = tuple(s["resps"][0][0] for s in asked)
     if name == "gsm8k":
         strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
         extra = {"strict": sum(strict) / len(strict), "without_number": missing}

@@ -14,8 +14,8 @@ from fixtures_models import backends
 
 from sameseed import devices
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.measure import depth, grid, limits, profiler, shapes
-from sameseed.measure.costs import Cost, Prefill, Profile, StoredModel
+from sameseed.measure import grid, limits, profiler, shapes
+from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import from_rates
 from sameseed.measure.passes import Pass, TimedModel
 from sameseed.measure.profiler import profile
@@ -97,51 +97,6 @@ def test_a_checkpoint(pair_folders: tuple[Path, Path]) -> None:
     assert found.shape["name"] == pair_folders[0].name and len(found.costs) == 6
 
 
-def test_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch, pair_folders: tuple[Path, Path]) -> None:
-    """The profile is of the whole shape: sizes are those that all layers would have, to the byte."""
-    monkeypatch.setitem(shapes.SHAPES, "deep", {**TINY, "num_hidden_layers": 7})  # type: ignore[index]
-    whole = profile("deep", formats=("w8a8",), **SMALL)
-    found = profile("deep", formats=("w8a8",), draft="tiny", layers=(1, 3), **SMALL)
-    assert found.shape == whole.shape and found.measured_layers == (1, 3) and not whole.measured_layers
-    assert [(x.context, x.rows) for x in found.costs] == [(x.context, x.rows) for x in whole.costs]
-    assert [(x.bytes, x.bytes_per_token, x.cache_bytes) for x in found.stored] == [
-        (x.bytes, x.bytes_per_token, x.cache_bytes) for x in whole.stored
-    ]
-    for x in found.costs:
-        assert x.c == x.ms / next(y.ms for y in found.costs if (y.context, y.rows) == (x.context, 1))
-    assert found.draft is not None and found.draft.shape["num_layers"] == 2
-    assert Profile.from_dict(json.loads(json.dumps(found.as_dict()))).measured_layers == (1, 3)
-    with pytest.raises(ConfigError, match="a checkpoint is measured whole"):
-        profile(model=str(pair_folders[0]), layers=(1, 2), **SMALL)
-
-
-def test_times_grow_with_the_bytes_read() -> None:
-    """Sizes and least work are on the line through both depths; times do not multiply the noise of their gap."""
-
-    def of(layers: int, ms: float) -> dict[str, Any]:
-        num_bytes = 10 + 5 * layers  # an LM head of two layers' size
-        costs = [Cost("w4a8", "bf16", 8, m, ms * m, float(m), ms, ms, 5, num_bytes / 100, 0.0) for m in (1, 2)]
-        return {
-            "costs": costs,
-            "prefill": [Prefill("w4a8", "bf16", 100, 9 * ms, ms, ms, 1, 1e5 / (9 * ms), num_bytes / (9 * ms))],
-            "batch": [],
-            "stored": [StoredModel("w4a8", "bf16", num_bytes, float(num_bytes), 1, 0.5, "int8", 1.0, 7)],
-        }
-
-    exact = depth.deepened(of(2, 20.0), of(6, 40.0), (2, 6), 80)
-    assert [(x.rows, x.c) for x in exact["costs"]] == [(1, 1.0), (2, 2.0)]
-    assert [(x.ms, x.memory_ms) for x in exact["costs"]] == [pytest.approx((410.0, 4.1)), pytest.approx((820.0, 4.1))]
-    (prompt,), (stored,) = exact["prefill"], exact["stored"]
-    assert prompt.ms == pytest.approx(9 * 60.0 * 80 / 8) and prompt.tokens_per_s == pytest.approx(100 / 5.4)
-    assert prompt.peak_share == pytest.approx(410 / 5400)
-    assert stored.bytes == 410 and stored.bandwidth_share == pytest.approx(0.01) and stored.load_peak_bytes == 7
-    noisy = depth.deepened(of(2, 22.0), of(6, 40.0), (2, 6), 80)
-    assert noisy["costs"][0].ms / 410 == pytest.approx(62 / 60), "a line through both would give 0.91"
-    lacking = of(2, 20.0)
-    del lacking["costs"][1]
-    assert [x.rows for x in depth.deepened(lacking, of(6, 40.0), (2, 6), 80)["costs"]] == [1]
-
-
 def made(*points: tuple[int, int, float]) -> Profile:
     """A profile of (context, rows, ms) in "w4a8"."""
     base = {c: ms for c, rows, ms in points if rows == 1}
@@ -187,9 +142,6 @@ def test_interpolation() -> None:
         ({"backend": "cpx"}, "did you mean 'cpu'"),
         ({"draft": "qwen3-0.7b"}, "did you mean"),
         ({"draft_formats": ("int5",)}, "did you mean"),
-        ({"layers": (2,)}, "two numbers"),
-        ({"layers": (2, 1)}, "ascending"),
-        ({"layers": (1, 3)}, "has 2 layers"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(

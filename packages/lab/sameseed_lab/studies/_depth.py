@@ -6,12 +6,13 @@ After SpecMQuant's HierSpec (Zhang et al., 2025, arXiv 2505.22179): head > 8B > 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sameseed.measure.costs import Profile
 from sameseed.measure.grid import ProfileGrid
 from sameseed.measure.profiler import Profiler
+from sameseed.measure.shapes import get_shape, shape_as_dict
 from sameseed.measure.usage import Meter
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Row, Tell
@@ -22,35 +23,54 @@ LAYERS, LONGEST = (2, 6), 8  # layers of LARGE that are measured; most tokens th
 
 @dataclass(frozen=True)
 class DepthCell:
-    """Costs of passes of LARGE and of MIDDLE, interleaved. LARGE is measured at `LAYERS` layers and extended to all."""
+    """Costs of passes of LARGE, with MIDDLE interleaved. LARGE is measured at `LAYERS` layers and extended to all."""
 
     name: str = "70b by layers"
     weight: float = 4.0
 
-    def _profiler(self, setup: StudySetup) -> Profiler:
+    def _profilers(self, setup: StudySetup) -> list[Profiler]:
         rows = tuple(range(1, LONGEST + 2))
         draft: dict[str, Any] = {"draft": MIDDLE, "draft_formats": (FORM,)}
-        grid = ProfileGrid((FORM,), rows, (256,), "auto", 0, (), setup.threads, layers=LAYERS, **draft)
-        return Profiler(grid, LARGE)
+        grid = ProfileGrid((FORM,), rows, (256,), "auto", 0, (), setup.threads, **draft)
+        return [Profiler(replace(grid, layers=n), LARGE) for n in LAYERS]
 
     def check(self, setup: StudySetup) -> None:
         """Raise ConfigError if memory is short."""
-        self._profiler(setup)
+        self._profilers(setup)
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """One record: a profile of LARGE, with MIDDLE as its draft."""
-        meter, profiler = Meter(), self._profiler(setup)
+        meter = Meter()
 
         def report(stage: str, done: float, total: float) -> None:
             setup.progress(f"{LARGE}: {stage}", int(1000 * done / total), 1000)
 
-        found = profiler.run(report)
-        if found.interrupted:
+        depths = [profiler.run(report) for profiler in self._profilers(setup)]
+        if any(depth.interrupted for depth in depths):
             raise KeyboardInterrupt
+        found = extended(*depths)
         config = {"model": LARGE, "draft_model": MIDDLE, "format": FORM, "layers": list(LAYERS)}
         return [
             {**found.as_dict(), "time": found.date, "config": config, "way": None, "usage": meter.read().as_dict(1)}
         ]
+
+
+def extended(few: Profile, many: Profile) -> Profile:
+    """The costs of all layers of LARGE from those of `LAYERS`: a pass takes as long for each byte that a token reads.
+
+    Bytes lie on the line through both depths. Times do not, for a line would multiply their noise: the sum of both
+    depths' times grows in proportion to the bytes.
+    """
+    config, (a, b) = get_shape(LARGE), LAYERS
+    low, high = few.stored[0].bytes_per_token, many.stored[0].bytes_per_token
+    grown = (low + (high - low) * (config.num_layers - a) / (b - a)) / (low + high)
+    known = {x.rows: x for x in few.costs}
+    costs = []
+    for x in many.costs:
+        names = ("ms", "p10", "p90", "memory_ms", "compute_ms")
+        costs.append(replace(x, **{name: (getattr(known[x.rows], name) + getattr(x, name)) * grown for name in names}))
+    costs = [replace(x, c=x.ms / costs[0].ms) for x in costs]
+    return replace(many, shape=shape_as_dict(LARGE, config), costs=tuple(costs), stored=())
 
 
 def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -> list[Row]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,25 +161,6 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
     assert "about law." in text and text.count("Question:") == 6
     assert text.count("It is so. The answer is (") == 5 and "A: Let's" not in text
     assert "option 3 of 101" in text and "of 100" not in text
-
-
-def test_mmlu_pro_takes_the_likeliest_letter(harness: None, llm: LLM, data_folder: Path) -> None:
-    from sameseed.measure.lm_eval import SameseedLM
-
-    result = suite.run_harness(llm, "mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
-    assert len(result.scores) == 4 and result.extra["without_letter"] == 0
-    splits, _ = suite.read_rows("mmlu_pro_likelihood", TaskSettings(data_folder, limit=4))
-    examples = ""
-    for row in [*splits["validation"][:5], *splits["test"]]:
-        options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCDEFGHIJ", row["options"], strict=False))
-        asked = f"{row['question']}\n{options}Answer:"
-        if row in splits["test"]:
-            pairs = [SimpleNamespace(args=(examples + asked, f" {letter}")) for letter in "ABCD"]
-            values = [value for value, _ in SameseedLM(llm).loglikelihood(pairs)]
-            score = result.scores[splits["test"].index(row)]
-            assert score == float("ABCD"[values.index(max(values))] == row["answer"])
-        else:
-            examples += f"{asked} {row['answer']}\n\n"
 
 
 @pytest.mark.parametrize("letter", ["H", "", "AB", "a"])
