@@ -31,7 +31,6 @@ class TwinArgs:
     draft_vocab: Annotated[int | None, option("N")] = None  # for a head: tokens it may draft; unset: 32000, or all
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     seed: int = 0  # of the random weights
-    device: str = "cpu"  # where matrices are put together: cpu, cuda, cuda:1, ...
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     json: Annotated[bool, option()] = False  # one JSON object instead of text
 
@@ -44,17 +43,15 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--shape is missing; {example}")
     if args.out is None:
         raise ConfigError(f"-o is missing; {example}")
-    from sameseed import devices
     from sameseed.cli.console import weights_progress
     from sameseed.models.head_config import is_head
     from sameseed.models.loader import resolve_model
     from sameseed_lab.twin import find_shape, make_head_twin, make_twin
 
-    devices.check(args.device)
     of_head = is_head(resolve_model(args.of))
     if args.draft_vocab is not None and not of_head:
         raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
-    shared: dict[str, Any] = {"seed": args.seed, "device": args.device, "overwrite": args.overwrite}
+    shared: dict[str, Any] = {"seed": args.seed, "overwrite": args.overwrite}
     twin: Twin | HeadTwin
     with weights_progress(f"twin of {args.of}", args.json) as report:
         shape, shared = find_shape(args.shape), shared | {"name": args.shape, "progress": report}

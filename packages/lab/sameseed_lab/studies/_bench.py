@@ -23,8 +23,6 @@ from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Records, Row, Tell, machine_use, rows_of
 
 PRICED, WARM = 8, 0.7  # texts used for the price of exactness, and its temperature if the texts are greedy
-
-
 Runs = Mapping[Arm, list[Run]]
 
 
@@ -144,7 +142,7 @@ class BenchCell:
                 (p, text, replace(params, temperature=warm)) for (p, params), text in zip(jobs, runs[arm][0].texts)
             ]
             if found := price(bench.llm.engine.runner, runner, texts):
-                made["price"] = {**found.as_dict(), "temperature": warm}
+                made["price"] = {**asdict(found), "temperature": warm}
         return made
 
 

@@ -18,6 +18,7 @@ from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Row, Tell
 
 LARGE, MIDDLE, FORM = "llama-3.1-70b", "llama-3.1-8b", "w4a8-g128"
+TIMES = ("ms", "p10", "p90", "memory_ms", "compute_ms")
 LAYERS, LONGEST = (2, 6), 8  # layers of LARGE that are measured; most tokens that MIDDLE hands on
 
 
@@ -65,11 +66,11 @@ def extended(few: Profile, many: Profile) -> Profile:
     low, high = few.stored[0].bytes_per_token, many.stored[0].bytes_per_token
     grown = (low + (high - low) * (config.num_layers - a) / (b - a)) / (low + high)
     known = {x.rows: x for x in few.costs}
+    one = known[1].ms + many.costs[0].ms
     costs = []
     for x in many.costs:
-        names = ("ms", "p10", "p90", "memory_ms", "compute_ms")
-        costs.append(replace(x, **{name: (getattr(known[x.rows], name) + getattr(x, name)) * grown for name in names}))
-    costs = [replace(x, c=x.ms / costs[0].ms) for x in costs]
+        times = {name: grown * (getattr(known[x.rows], name) + getattr(x, name)) for name in TIMES}
+        costs.append(replace(x, **times, c=times["ms"] / (grown * one)))
     return replace(many, shape=shape_as_dict(LARGE, config), costs=tuple(costs), stored=())
 
 

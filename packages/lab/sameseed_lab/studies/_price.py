@@ -7,7 +7,7 @@ its text depends on the drafter. With coupled sampling the text does not (docs/c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,6 @@ class Price:
     positions: int
     coupled: float
     min_pq: float
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def price(

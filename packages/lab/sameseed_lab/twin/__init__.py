@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sameseed import devices
 from sameseed.measure.shapes import NAMES, get_shape
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
@@ -60,18 +59,16 @@ def make_twin(
     name: str = "the shape",
     seed: int = 0,
     overwrite: bool = False,
-    device: str = "cpu",
     progress: Progress | None = None,
     shard_bytes: int = SHARD,
 ) -> Twin:
     """Write a checkpoint with the dimensions of `shape` (called `name`) that computes the function of the model `of`.
 
-    `out` appears only when it is complete; the process needs a few megabytes of memory. Matrices are assembled on
-    `device`; the file is the same for all devices. `progress(done, total)` counts values. Raises ConfigError if the
-    device is missing or the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too small
-    (before anything is written), ModelLoadError for an invalid source.
+    `out` appears only when it is complete; the process needs a few megabytes of memory. `progress(done, total)` counts
+    values. Raises ConfigError if the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too
+    small (before anything is written), ModelLoadError for an invalid source.
     """
-    with open_twin(shape, of, name, seed, device) as source:
+    with open_twin(shape, of, name, seed) as source:
         layout = source.layout
         about = {"of": of, "shape": name, "seed": seed, **layout.as_dict()}
         texts = layout.raw, about, _card(of, name, layout)
@@ -89,7 +86,6 @@ def make_head_twin(
     num_tokens: int | None = None,
     seed: int = 0,
     overwrite: bool = False,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> HeadTwin:
     """Write a draft head for the twin of `target` in `shape`. It drafts the same tokens as head `of` for `target`.
@@ -97,7 +93,7 @@ def make_head_twin(
     `of`: an EAGLE-3 head. `num_tokens`: size of the draft vocabulary (None: 32000 if possible). Raises what `make_twin`
     raises.
     """
-    with open_head_twin(shape, of, target, name, num_tokens, seed, device) as source:
+    with open_head_twin(shape, of, target, name, num_tokens, seed) as source:
         head = source.head
         about = {"of": of, "target": target, "shape": name, "seed": seed}
         about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
@@ -107,17 +103,14 @@ def make_head_twin(
 
 
 @contextmanager
-def open_twin(
-    shape: ModelConfig, of: str, name: str = "the shape", seed: int = 0, device: str = "cpu"
-) -> Iterator[TwinSource]:
+def open_twin(shape: ModelConfig, of: str, name: str = "the shape", seed: int = 0) -> Iterator[TwinSource]:
     """The weights of `make_twin` as a source that computes them on demand. Raises what `make_twin` raises."""
-    devices.check(device)
     folder = resolve_model(of)
     config = read_config(folder)
     layout = make_layout(config, shape, source_config(folder), name)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(config)
-        yield TwinSource(layout, checkpoint, seed, device)
+        yield TwinSource(layout, checkpoint, seed)
 
 
 @contextmanager
@@ -128,16 +121,15 @@ def open_head_twin(
     name: str = "the shape",
     num_tokens: int | None = None,
     seed: int = 0,
-    device: str = "cpu",
 ) -> Iterator[HeadTwinSource]:
     """The weights of `make_head_twin` as a source that computes them on demand. Raises what `make_head_twin` raises."""
     folder = resolve_model(of)
     raw = read_json(folder / "config.json")
     raw = raw.get("transformer_layer_config") or raw
-    with open_twin(shape, target, name, seed, device) as theirs, open_head(folder) as (config, own, shapes, at):
+    with open_twin(shape, target, name, seed) as theirs, open_head(folder) as (config, own, shapes, at):
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
-        yield HeadTwinSource(head, own, theirs.small, shapes, at, seed, device)
+        yield HeadTwinSource(head, own, theirs.small, shapes, at, seed)
 
 
 def _write(

@@ -118,13 +118,12 @@ class HeadTwinSource(TwinSource):
         shapes: Mapping[str, Any],
         at: str,
         seed: int = 0,
-        device: str = "cpu",
     ) -> None:
         """`shapes`: of the small head's own tensors (others it shares with its target). `at`: name of its layer."""
         own = expected_tensors(head.config, NAMES)
         if "embed_tokens.weight" not in shapes:
             del own["embed_tokens.weight"]  # the twin also shares its target's embedding
-        super().__init__(head.layout, small, seed, device, own, f"{at}.self_attn.o_proj.weight")
+        super().__init__(head.layout, small, seed, own, f"{at}.self_attn.o_proj.weight")
         self.head = head
         self._target = target
         self._at = at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -34,8 +34,8 @@ class Image:
 class TwinSource(RandomCheckpoint):
     """Tensor source of the big model, in the small model's dtype; norms that it cannot hold exactly are float32.
 
-    Random weights have variance 1/K, roughly as in trained models. Matrices are assembled on `device`. Values are only
-    moved and scaled by powers of two, so that the bits are the same on every device.
+    Random weights have variance 1/K, roughly as in trained models. Values of the small model are
+    only moved and scaled by powers of two.
     """
 
     def __init__(
@@ -43,12 +43,11 @@ class TwinSource(RandomCheckpoint):
         layout: TwinLayout,
         small: TensorSource,
         seed: int = 0,
-        device: str = "cpu",
         shapes: Shapes | None = None,
         typical: str = "model.embed_tokens.weight",
     ) -> None:
         """`shapes`: of the tensors, if not a whole model's. `typical`: the tensor of `small` whose dtype is used."""
-        super().__init__(layout.config, seed, small.dtype(typical), shapes, device)
+        super().__init__(layout.config, seed, small.dtype(typical), shapes)
         self.shapes = self._shapes
         self.layout = layout
         self.small = small
@@ -83,7 +82,7 @@ class TwinSource(RandomCheckpoint):
         rows = image.rows[start:stop]
         zero, quiet = rows == ZERO, rows == QUIET
         if bool(zero.all()):  # the common case for many matrices: skip generating noise
-            return torch.zeros(stop - start, self._shapes[name][1], dtype=self._dtype, device=self._device)
+            return torch.zeros(stop - start, self._shapes[name][1], dtype=self._dtype)
         out = super().rows(name, start, stop)  # [n, K']
         if bool(zero.any()):
             out[zero] = 0
@@ -100,7 +99,7 @@ class TwinSource(RandomCheckpoint):
         live = (rows >= 0).nonzero().squeeze(1)
         if len(live):
             first, last = int(rows[live].min()), int(rows[live].max())
-            values = self._small_rows(name, first, last + 1).to(self._device)[rows[live] - first]
+            values = self._small_rows(name, first, last + 1)[rows[live] - first]
             values = (values.float() * image.factor).to(self._dtype)  # exact
             own = out[live]
             own[:, image.muted] = 0
@@ -127,14 +126,11 @@ class TwinSource(RandomCheckpoint):
         return words[1] != "layers" or int(words[2]) in self._live_layer
 
     def _placed_image(self, name: str) -> Image:
-        """The image of a matrix, with its index maps on the device."""
+        """The image of a matrix."""
         kind = name.split(".")[-2].removesuffix("_proj")
         if self._is_live(name):
-            image = self._make_image(kind)
-        else:
-            image = Image(torch.full((self._shapes[name][0],), ZERO if kind in ("v", "up") else RANDOM), ())
-        columns = tuple(c.to(self._device) for c in image.columns)
-        return replace(image, rows=image.rows.to(self._device), columns=columns, muted=image.muted.to(self._device))
+            return self._make_image(kind)
+        return Image(torch.full((self._shapes[name][0],), ZERO if kind in ("v", "up") else RANDOM), ())
 
     def _hidden(self) -> tuple[Tensor, ...]:
         """Dimensions of the residual stream that hold the small model, one tensor per copy."""
