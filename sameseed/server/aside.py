@@ -23,7 +23,7 @@ import msgspec
 from sameseed.errors import RequestError
 from sameseed.server import frames
 from sameseed.server.frames import Compile, HelperResult, Setup, Template, ToHelper
-from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS, opened
+from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
 
 log = logging.getLogger("sameseed")
 WALL = 5.0  # wall-clock seconds for each second of CPU time: other processes compute too
@@ -72,7 +72,7 @@ class Aside:
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
         try:
             render = self._tokenizer.render_chat
-            return str(render(opened(asked.messages), True, asked.tools, asked.options, guarded=True))
+            return str(render(asked.messages, True, asked.tools, asked.options, guarded=True))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 

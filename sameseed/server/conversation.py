@@ -96,7 +96,7 @@ class AnswerMessage(Turn):
     refusal: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """See `Turn.plain`; `function_call` is the older form of a single call. `limits.opened` opens the arguments."""
+        """See `Turn.plain`; `function_call` is the older form of a single call."""
         made = super().plain()
         older = [{"id": "call_0", "type": "function", "function": made.get("function_call")}]
         calls = made.pop("tool_calls", None) or (older if self.function_call else [])
@@ -134,7 +134,7 @@ AnyItem = Message | AnswerMessage | ReasoningItem | CallItem | CallOutputItem
 
 
 def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
-    """Items as messages in OpenAI's format; `limits.opened` converts them to the form that a chat template takes.
+    """Items as messages in OpenAI's format.
 
     Reasoning, and calls in an item of their own, become part of the answer that they belong to. Raises ApiError 400 if
     the arguments of calls hold too many values.

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -142,21 +142,3 @@ def _whole(digits: str) -> int:
 
 def _too_deep(name: str) -> ApiError:
     return bad_request(f"{name} nests deeper than {MAX_NESTING} levels", code="invalid_json")
-
-
-def opened(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: arguments of earlier tool calls become objects.
-
-    Arguments that are not a JSON object stay text: a model may have written anything.
-    """
-
-    def call(made: dict[str, Any]) -> dict[str, Any]:
-        function = made["function"]
-        try:
-            arguments = parse_object(function["arguments"].encode(), unique=False)
-            return {**made, "function": {**function, "arguments": arguments}}
-        except ApiError:
-            log.debug("arguments of a tool call that are no object")
-            return made
-
-    return [{**m, "tool_calls": list(map(call, m["tool_calls"]))} if "tool_calls" in m else m for m in messages]

@@ -92,9 +92,7 @@ class TextCodec:
 
     async def _render_here(self, asked: Render, size: int) -> str:
         messages, render = asked.messages, self.tokenizer.render_chat
-        return await self.away(
-            INLINE + 1, lambda: render(limits.opened(messages), True, asked.tools, asked.options, guarded=True)
-        )
+        return await self.away(INLINE + 1, lambda: render(messages, True, asked.tools, asked.options, guarded=True))
 
     def name(self, token_id: int, begins: bool = False) -> str:
         """The text that a token adds, or its bytes in OpenAI's notation if it is part of a character: see `piece`."""

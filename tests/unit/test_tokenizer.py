@@ -159,9 +159,6 @@ def test_text_that_is_no_text_is_refused(text):
         byte_level().encode(text)
 
 
-# --- folders ---
-
-
 def save(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -344,6 +341,14 @@ def test_an_answer_without_content_is_no_error():
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}]
     template = "{% for m in messages %}{{ '<' + m.role + m.content + '>' }}{% endfor %}"
     assert with_template(template).render_chat(messages).endswith("<assistant>")
+
+
+def test_templates_get_arguments_as_objects_where_they_are_the_text_of_one():
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    for text in ('{"a": 1.0}', "{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}'):
+        said = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+        wanted = text if "1.0" in text else json.dumps(text)
+        assert with_template(template).render_chat([said]) == wanted
 
 
 def test_named_templates():
