@@ -62,6 +62,10 @@ NEEDED = ("tyro", "rich")  # packages that only the command line needs
 
 def main(argv: Seq[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    for number, stream in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, stream) is None:  # it was closed: another file would take its number
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, stream, open(number, "w" if number else "r"))  # noqa: SIM115 - it stays open
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
@@ -88,17 +92,9 @@ def overview() -> str:
     commands = {**COMMANDS, **missing, **{name: "from another package" for name in installed if name not in COMMANDS}}
     width = shutil.get_terminal_size((200, 24)).columns
     lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in commands.items()]
-    return "\n".join(
-        [
-            "usage: sameseed COMMAND [OPTIONS]",
-            "",
-            textwrap.fill("Speculative decoding that never changes the output: draft cheaply, verify exactly.", width),
-            "",
-            *lines,
-            "",
-            textwrap.fill("`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo", width),
-        ]
-    )
+    what = textwrap.fill("Speculative decoding that never changes the output: draft cheaply, verify exactly.", width)
+    more = textwrap.fill("`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo", width)
+    return "\n".join(["usage: sameseed COMMAND [OPTIONS]", "", what, "", *lines, "", more])
 
 
 def _run(name: str, argv: list[str]) -> int:

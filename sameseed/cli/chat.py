@@ -33,6 +33,7 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed.cli.console import load_llm, stderr_console
 
     args, llm = parsed.args, load_llm(parsed.engine, quiet=parsed.args.json)
+    params = replace(parsed.params, max_tokens=min(parsed.params.max_tokens, llm.engine.max_model_len))
     interactive, console = sys.stdin.isatty() and not args.json, stderr_console()
     if interactive:
         console.print(HELP, style="dim")
@@ -48,7 +49,7 @@ def run(argv: Seq[str], prog: str) -> int:
         else:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                text = answer(llm, asked, parsed.params, args, interactive)
+                text = answer(llm, asked, params, args, interactive)
                 messages = [*asked, {"role": "assistant", "content": text}]
             except (RequestError, KeyboardInterrupt) as error:
                 if not interactive:

@@ -407,15 +407,13 @@ def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
     assert err == b""
 
 
-def test_a_full_disk_is_told(slow_model: Path) -> None:
+def test_a_full_disk_is_told_and_a_closed_output_is_none(slow_model: Path) -> None:
+    command = [sys.executable, "-m", "sameseed", *long_run(slow_model, "--max-tokens", "5")]
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "sameseed", *long_run(slow_model, "--max-tokens", "5")],
-            stdout=full,
-            stderr=subprocess.PIPE,
-        )
-    assert done.returncode == 2
-    assert done.stderr.decode().splitlines() == ["error: No space left on device"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr.decode().splitlines()) == (2, ["error: No space left on device"])
+    closed = subprocess.run(["sh", "-c", '"$@" <&- >&-', "sh", *command], stderr=subprocess.PIPE)
+    assert closed.returncode == 0 and b"Traceback" not in closed.stderr
 
 
 def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
@@ -466,7 +464,7 @@ def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model: Path) -> None:
 
 
 def test_chat_in_a_terminal(pair_folders: tuple[Path, Path]) -> None:
-    flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--show-draft", "--max-tokens", "40"]
+    flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--show-draft", "--max-model-len", "128"]
     process, terminal = in_terminal(["chat", *flags])
     read_until(terminal, b"you> ")
     os.write(terminal, b"hello\n")
