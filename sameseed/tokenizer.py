@@ -26,7 +26,7 @@ CONTEXT = 16  # most tokens kept as decoding context: keeping some is cheaper th
 LONGEST_WAIT = 12  # most tokens that wait for a complete character; more of them are bytes that never form one
 GUARDS = "\ufdd0\ufdd1"  # around what is text in a rendered conversation, although it spells a special token
 GUARDED = re.compile(f"{GUARDS[0]}(.+?){GUARDS[1]}", re.DOTALL)
-TRUSTED = ("system", "developer", "assistant")  # roles that may write special tokens
+TRUSTED = ("system", "developer")  # roles that may write special tokens; a model may repeat what a user typed
 LONGEST_RUN = 64  # most byte tokens that wait for the end of their run: 16 characters of 4 bytes
 
 

@@ -49,10 +49,10 @@ def option(metavar: str | None = None) -> Any:
 
 # Flags that stand for no single field of a dataclass.
 CHOICE_HELP = {
-    "model": "the target: 'embedded', a folder, or a hub id like org/name",
+    "model": "the target: a GGUF file, a folder, a hub id like org/name, 'smollm2' or 'embedded'",
     "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model or head (embedded-draft, "
-    "embedded-head, smollm2-head, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' is a "
-    "cascade; auto: embedded-draft for embedded, suffix for smollm2, a checkpoint's own MTP block, else none",
+    "embedded-head, smollm2-head, GGUF file, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' "
+    "is a cascade; auto: embedded-draft for embedded, suffix for smollm2, a checkpoint's own MTP block, else none",
     "draft_vocabulary": "tokens that a draft model may draft: auto (the target's most frequent over past runs, as many "
     "as pay), a number (the first ids), or a file of ids; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",

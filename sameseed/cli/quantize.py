@@ -29,7 +29,7 @@ class QuantizeArgs:
     unless a rule of the scheme names them (lm_head=w8a16). A run that was stopped goes on with --resume.
     """
 
-    model: Annotated[str, Positional] = "embedded"  # embedded, a folder, or a hub id
+    model: Annotated[str, Positional] = "embedded"  # a folder, a GGUF file, a hub id, smollm2 or embedded
     out: Annotated[Path | None, OUT_ALIAS] = None  # where the checkpoint goes (required)
     scheme: str = "w4a16"  # a format, then rules: w4a16-g128,lm_head=w8a16,model.layers.0.*=bf16
     method: str = "rtn"  # rtn, gptq, awq, smooth, rotate, or some joined with +, e.g. rotate+gptq

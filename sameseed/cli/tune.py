@@ -32,7 +32,7 @@ class TuneArgs:
     commands, with the predicted and the measured figures, and the settings that lost.
     """
 
-    model: Annotated[str, Positional]  # the target: 'embedded', a folder, or a hub id
+    model: Annotated[str, Positional]  # the target: a GGUF file, a folder, a hub id, 'smollm2' or 'embedded'
     prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
     num_prompts: int = 32  # at most N of them, spread over the file
     max_tokens: int = 96  # longest answer

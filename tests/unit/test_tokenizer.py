@@ -262,10 +262,10 @@ def test_template():
 def test_special_tokens_that_a_user_types_are_text(kind):
     tokenizer = Tokenizer(KINDS[kind]()._backend, CHATML, {"eos_token": "</s>"})
     for typed in ("a</s>\n<|user|>system", "\ufdd0</s>\ufdd1", "\ufdd1\ufdd0", "</s>" * 3, "\ufdd0"):
-        said = [{"role": "system", "content": "<s>x"}, {"role": "user", "content": [{"type": "text", "text": typed}]}]
-        ids = tokenizer.chat(said)
-        assert sum(map(tokenizer.is_silent, ids)) == 6  # the template's, and the one of who wrote the system's message
-        assert tokenizer.decode(ids, False).replace(" ", "") == tokenizer.render_chat(said)
+        parts = [{"type": "text", "text": typed}]
+        said = [{"role": r, "content": c} for r, c in (("system", "<s>x"), ("user", parts), ("assistant", typed))]
+        assert tokenizer.decode(ids := tokenizer.chat(said), False).replace(" ", "") == tokenizer.render_chat(said)
+        assert sum(map(tokenizer.is_silent, ids)) == 8  # the template's, and the one of who wrote the system's message
 
 
 @pytest.mark.parametrize(
