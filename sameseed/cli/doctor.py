@@ -65,7 +65,7 @@ def run(argv: Seq[str], prog: str) -> int:
     say = partial(console.print, markup=False, soft_wrap=True)
     say(found.verdict, style="bold")
     for fault in found.faults:
-        say(f"* {fault.name}" if fault.says in found.verdict else f"* {fault.name}: {fault.says}")
+        say(f"* {fault.name}" if fault.says[1:] in found.verdict else f"* {fault.name}: {fault.says}")
         for flag in fault.flags:
             say(f"    {flag}", style="dim")
     return 0
@@ -73,9 +73,9 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def _figures(found: Diagnosis) -> Table:
     """What was measured, as a table."""
-    from rich.table import Table
+    from sameseed.report import table as layout
 
-    table = Table("", found.engine, title_justify="left")
+    table = layout.table(f"rounds of {found.engine}", ("figure", "value"))
     alone = ", if one at a time" if found.batch is None else ""  # the engine does not tell how many run at once
     rows = (
         ("tokens a round: you have", found.have, "{:.2f}"),

@@ -41,7 +41,6 @@ class EstimateArgs:
     draft_format: str = "auto"  # number format of the draft's weights
     acceptance: Many = ()  # acceptance rate of a draft token, 0.7 or 0.6,0.8, or a JSON file of rates by position
     cost: Annotated[Path | None, option("FILE")] = None  # costs of `sameseed profile --json`, of any machine
-    engine: str = "sameseed"  # the engine of --cost, e.g. vllm; its file's schema is in docs/guides/plan.md
     machine_read: Annotated[float | None, option("GB/S")] = None  # memory bandwidth of another machine
     machine_ops: Annotated[float | None, option("TOPS")] = None  # its speed, in 1e12 operations per second
     memory: Annotated[str | None, option("SIZE")] = None  # of the machine, e.g. 24GB; unset: what is free here
@@ -67,8 +66,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     console = Console(highlight=False)
     console.print(f"{args.model or args.shape} on {source}", markup=False, soft_wrap=True)
-    if found[0].memory is not None:
-        show_table(_memory(found))
+    show_table(_memory(found))
     show_table(_speeds(found))
     for line in _remarks(found):
         console.print(line, markup=False, soft_wrap=True)
@@ -80,8 +78,7 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     from sameseed.cli.profile import numbers
     from sameseed.measure.costs import Profile
     from sameseed.measure.shapes import get_shape
-    from sameseed.plan.engines import read_costs
-    from sameseed.plan.estimate import Question, estimate, estimate_engine, read_bytes
+    from sameseed.plan.estimate import Question, estimate, read_bytes
 
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
@@ -95,18 +92,17 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
         **{name: getattr(args, name) for name in names},
     )
     if args.cost is None:
-        if args.engine != "sameseed":
-            raise ConfigError(f"--engine {args.engine} needs its costs: --cost FILE (see docs/guides/plan.md)")
         limits, source = _limits(args)
         return estimate(asked, limits), source
     if args.machine_read is not None or args.machine_ops is not None:
         raise ConfigError("--cost says what the machine can do: leave out --machine-read and --machine-ops")
-    if args.engine != "sameseed":
-        other = read_costs(args.cost, args.engine)
-        return [estimate_engine(asked, other)], f"{other.engine}, {other.machine or 'a machine that it does not name'}"
     costs = Profile.read(args.cost)
     cpu = costs.machine.get("cpu", "?")
-    return estimate(asked, costs), f"{cpu}, {costs.threads} threads, as profiled {costs.date[:10]}"
+    return estimate(asked, costs), f"{cpu}, {_threads(costs.threads)}, as profiled {costs.date[:10]}"
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' * (number != 1)}"
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:
@@ -122,7 +118,7 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     limits, name = given_limits(args.machine_read, args.machine_ops, threads), "a machine"
     if limits is None:
         ops.set_num_threads(threads)
-        limits, name = measure_limits(threads), f"{cpu_name()}, {threads} threads"
+        limits, name = measure_limits(threads), f"{cpu_name()}, {_threads(threads)}"
     reads = f"{limits.read / 1e9:.1f} GB/s, {limits.peak('int8') / 1e12:.2f} int8 and "
     busy = os.getloadavg()[0] > threads and limits.source != "given"
     note = " (other work runs here now: a quiet machine does more)" if busy else ""
@@ -133,12 +129,12 @@ def _memory(found: Seq[Estimate]) -> Table:
     from sameseed.report import table as layout
 
     gib = 2**30
-    shown = [(e, e.memory) for e in found if e.memory is not None]
-    first = shown[0][1]
+    first = found[0].memory
     heads = ["format", "KV", "target", "draft", "cache a 1000 tokens", "at start", "cache full"]
     heads += [*(f"longest text at batch {b}" for b in first.max_context), f"most texts of {found[0].context}"]
     table = layout.table(f"memory in GiB (paper), of {first.available / gib:.1f} there", heads)
-    for e, m in shown:
+    for e in found:
+        m = e.memory
         sizes = (m.weights / gib, m.draft_weights / gib, 1000 * m.cache_per_token / gib, m.start / gib)
         peak = f"{m.peak.value / gib:.2f} ({m.peak.low / gib:.2f} to {m.peak.high / gib:.2f})"
         longest = [str(n) if n else "none" for n in m.max_context.values()]
@@ -175,15 +171,12 @@ def _remarks(found: Seq[Estimate]) -> Iterator[str]:
     for e in found:
         if e.loss:
             yield f"{e.format}: {e.loss}; `sameseed eval --compare MODEL MODEL@{e.format}` measures it"
-        if e.memory is not None and e.memory.max_batch < e.speeds[-1].batch:
+        if e.memory.max_batch < e.speeds[-1].batch:
             yield f"{e.format}: at most {e.memory.max_batch} texts of {e.context} tokens fit; more at once is theory"
-        if e.ttft_s is not None:
-            figure = _figure(e.ttft_s, 2)
-            yield f"{e.format}: first token of a prompt of {e.prompt_tokens} after {figure} s ({e.ttft_s.grade})"
+        figure = _figure(e.ttft_s, 2)
+        yield f"{e.format}: first token of a prompt of {e.prompt_tokens} after {figure} s ({e.ttft_s.grade})"
         for draft, rows in e.by_batch.items():
             lengths = ", ".join(f"from {first}: {k or 'off'}" for first, _, k in rows)
             yield f"{e.format}, {draft}: best length by texts at once: {lengths}"
-            if e.memory is None:
-                yield f'  "num_speculative_tokens_per_batch_size": {json.dumps(rows)}'
     for draft, source in found[0].acceptance.items():
         yield f"acceptance of {draft}: {source}"

@@ -157,7 +157,7 @@ class Profile:
         """The profile in a file of `sameseed profile --json`. Raises ConfigError."""
         data = read_table(path)
         if data.get("schema") == ENGINE_SCHEMA:
-            raise ConfigError(f"{path} holds the costs of {data.get('engine')}: give --engine {data.get('engine')}")
+            raise ConfigError(f"{path} is of `tune --engine {data.get('engine')}`: give a file of `profile --json`")
         return cls.from_dict(data, str(path))
 
     def curve(self, format: str) -> Curve:

@@ -29,7 +29,7 @@ def tables(profile: Profile) -> Iterator[Table]:
 def limits_table(profile: Profile) -> Table:
     """The machine's limits, and the instruction or method that each was measured with."""
     limits = profile.limits
-    title = f"machine: {profile.machine.get('cpu', '')}, {profile.threads} threads"
+    title = f"machine: {profile.machine.get('cpu', '')}, {_threads(profile)}"
     table = layout.table(title, ("limit", "", "measured with"))
     table.add_row(
         "read", f"{limits.read / 1e9:.1f} GB/s", "huge pages and prefetch" if limits.source == "native" else "torch"
@@ -85,6 +85,10 @@ def format_table(profile: Profile) -> Table:
     return table
 
 
+def _threads(profile: Profile) -> str:
+    return f"{profile.threads} thread{'s' * (profile.threads != 1)}"
+
+
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
@@ -120,7 +124,7 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     ]
     where = {"machine": profile.machine, "commit": profile.commit, "time": profile.date}
     about = source(where, *_limits(profile), "bands: 10th to 90th percentile", "interrupted" * profile.interrupted)
-    return draw(panels, path, f"{profile.shape['name']}: {profile.threads} threads, {cached} tokens cached", about)
+    return draw(panels, path, f"{profile.shape['name']}: {_threads(profile)}, {cached} tokens cached", about)
 
 
 def _curves(profile: Profile) -> list[tuple[str, list[Cost]]]:

@@ -68,7 +68,7 @@ def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_
     state = state_of(counted)
     if state is None:
         fault = faults.undrafted(counted)
-        return Diagnosis(counted.engine, fault.says, (fault,), tokens=counted.tokens)
+        return Diagnosis(counted.engine, fault.sentence, (fault,), tokens=counted.tokens)
     if costs is None and counted.pass_costs:
         rows = sorted((int(m), 1e3 * s) for m, s in counted.pass_costs.items())
         gap = 1e3 * (state.overhead_s or 0.0)

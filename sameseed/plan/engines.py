@@ -1,19 +1,16 @@
-"""Costs of another engine's passes, read from a table."""
+"""Costs of another engine's rounds, kept in a file between runs of `tune --engine`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from sameseed import fields
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Gap, RoundCost
-from sameseed.cost.tables import ENGINE_SCHEMA, P10_TO_P90, read_table
+from sameseed.cost.round import RoundCost
+from sameseed.cost.tables import ENGINE_SCHEMA, read_table
 from sameseed.errors import ConfigError
-
-UNSTATED = 0.1  # spread of an engine's times that have no p10 and p90
 
 
 @dataclass(frozen=True)
@@ -23,51 +20,26 @@ class EnginePass:
     batch: int
     rows: int
     ms: float
-    p10: float | None = None
-    p90: float | None = None
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """Milliseconds of one step of a drafter for `batch` sequences."""
-
-    batch: int
-    ms: float
-
-
-@dataclass(frozen=True)
-class EnginePrompt:
-    """Milliseconds until the first token of a prompt."""
-
-    tokens: int
-    ms: float
 
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """Costs of another engine's passes: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
+    """Rounds of another engine: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
 
-    `gap_ms`: milliseconds between passes, where `passes` do not include them. `draft_ms`: of each draft token, by batch
-    size. Where whole rounds were measured, `draft` names the draft whose time `passes` include; `survival`: the share
-    of `rounds` rounds in which each place of that draft was right.
+    `draft` names the draft whose time `passes` include; `survival`: the share of `rounds` rounds in which each place of
+    that draft was right.
     """
 
     engine: str
     passes: tuple[EnginePass, ...]
-    draft_ms: tuple[EngineStep, ...] = ()
-    prompts: tuple[EnginePrompt, ...] = ()
-    gap_ms: float = 0.0
     machine: str = ""
-    format: str = ""
-    context: int = 0
     draft: str = ""
     survival: tuple[float, ...] = ()
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        times = [p.ms for p in self.passes] + [p.ms for p in self.draft_ms] + [p.ms for p in self.prompts]
         rows = all(1 <= p.batch <= p.rows for p in self.passes)
-        if not self.passes or not rows or not all(0 < ms < math.inf for ms in times):
+        if not self.passes or not rows or not all(0 < p.ms < math.inf for p in self.passes):
             raise ConfigError("costs of an engine: passes with batch >= 1, rows >= batch and ms > 0, one at least")
 
     @property
@@ -76,12 +48,8 @@ class EngineCosts:
         return tuple(sorted({p.batch for p in self.passes}))
 
     def cost(self) -> RoundCost:
-        """The costs of rounds, without those of a draft."""
-        own = [abs(math.log(p.p90 / p.p10)) / P10_TO_P90 for p in self.passes if p.p10 and p.p90]
-        level = median(own) if own else UNSTATED
-        prompts = Curve(sorted((p.tokens, p.ms / 1e3) for p in self.prompts)).at if self.prompts else None
-        gap = Gap(self.gap_ms / 1e3, self.gap_ms / 1e3)
-        return RoundCost(EnginePasses(self), (), gap, prompts, "profiled", level)
+        """The costs of rounds."""
+        return RoundCost(EnginePasses(self), grade="profiled")
 
 
 class EnginePasses:
@@ -103,10 +71,9 @@ def read_costs(path: Path, engine: str) -> EngineCosts:
     data = read_table(path)
     if data.get("schema") != ENGINE_SCHEMA:
         raise ConfigError(
-            f"{path} has schema {data.get('schema')!r}; costs of {engine} have {ENGINE_SCHEMA!r}: see "
-            "docs/guides/plan.md"
+            f"{path} has schema {data.get('schema')!r}, not {ENGINE_SCHEMA!r}; name another file with --cost"
         )
     costs = fields.parse(EngineCosts, {k: v for k, v in data.items() if k != "schema"}, str(path))
     if costs.engine != engine:
-        raise ConfigError(f"{path} holds the costs of {costs.engine}, not of {engine}: give --engine {costs.engine}")
+        raise ConfigError(f"{path} holds the costs of {costs.engine}, not of {engine}: name another file with --cost")
     return costs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.cost.curve import Curve
 from sameseed.cost.round import MAX_NUM_ROWS, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
@@ -29,7 +28,6 @@ from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import load_tokenizer
-from sameseed.plan.engines import UNSTATED, EngineCosts
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
     ASSUMED,
@@ -104,8 +102,8 @@ class Question:
 class Estimate:
     """The estimate for one format of a model. `by_batch`: for each draft, the best lengths as (first, last, length).
 
-    `acceptance`: for each draft, the source of its chances. `memory` is None for another engine. `loss`: the likely
-    loss of quality in words; "" for the checkpoint's own bits.
+    `acceptance`: for each draft, the source of its chances. `loss`: the likely loss of quality in words; "" for the
+    checkpoint's own bits.
     """
 
     model: str
@@ -114,11 +112,11 @@ class Estimate:
     speeds: tuple[DraftSpeed, ...]
     by_batch: Mapping[str, tuple[tuple[int, int, int], ...]]
     acceptance: Mapping[str, str]
-    format: str = ""
-    kv_format: str = ""
-    memory: Memory | None = None
-    ttft_s: TunedFigure | None = None
-    loss: str = ""
+    format: str
+    kv_format: str
+    memory: Memory
+    ttft_s: TunedFigure
+    loss: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with the tables by batch under vLLM's name."""
@@ -149,44 +147,28 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue
         cost = target.cost(limits) if profile is None else _profiled(profile, target)
-        own = {"format": target.name, "kv_format": target.kv_format, "memory": needs, "loss": target.loss}
-        table = max(TABLE, asked.sizes[-1])
-        found.append(_estimate(asked, cost, drafts, context, prompt, table, ttft_s=prompt_figure(cost, prompt), **own))
+        most, lengths = max(TABLE, asked.sizes[-1]), {}
+        for d in drafts:
+            whole = replace(cost, levels=(d.steps,))
+            lengths[d.text] = lengths_by_batch(whole, d.acceptance.at(0.5), LENGTHS, most, context)
+        found.append(
+            Estimate(
+                asked.model,
+                context,
+                prompt,
+                speeds(cost, drafts, asked.sizes, context),
+                lengths,
+                {d.text: d.acceptance.source for d in drafts},
+                target.name,
+                target.kv_format,
+                needs,
+                prompt_figure(cost, prompt),
+                target.loss,
+            )
+        )
     if not found:
         raise misfits[-1]
     return found
-
-
-def estimate_engine(asked: Question, costs: EngineCosts) -> Estimate:
-    """Estimate for another engine, from its costs alone: no memory, and no model is read."""
-    if asked.formats and asked.formats != (costs.format,):
-        raise ConfigError(f"the costs are of format {costs.format or 'unknown'}: leave out --format")
-    most, drafts = costs.batches[-1], []
-    if asked.sizes[-1] > most:
-        raise ConfigError(f"the costs end at {most} sequences: lower --batch to it, or measure more")
-    for text, chance in zip(asked.drafts, asked.chances, strict=True):
-        if text == costs.draft or not _owning(parse_draft(text)):  # its time is within the passes, or is next to none
-            drafts.append(DraftPlan(text, ModelSteps(each=SEARCH), chance))
-            continue
-        if not costs.draft_ms:
-            raise ConfigError(f"the costs have no draft_ms, which --draft {text!r} needs; measure a step of it")
-        steps = ModelSteps(Curve(sorted((s.batch, s.ms / 1e3) for s in costs.draft_ms)))
-        drafts.append(DraftPlan(text, steps, chance, grade="profiled", spread=UNSTATED))
-    cost, prompt = costs.cost(), asked.prompt_tokens or PROMPT
-    first = prompt_figure(cost, prompt) if costs.prompts else None
-    return _estimate(asked, cost, drafts, costs.context, prompt, most, ttft_s=first, format=costs.format)
-
-
-def _estimate(
-    asked: Question, cost: RoundCost, drafts: Seq[DraftPlan], context: int, prompt: int, most: int, **own: Any
-) -> Estimate:
-    """The estimate with speeds, and with lengths up to `most` sequences."""
-    lengths = {}
-    for d in drafts:
-        whole = replace(cost, levels=(d.steps,))
-        lengths[d.text] = lengths_by_batch(whole, d.acceptance.at(0.5), LENGTHS, most, context)
-    sources = {d.text: d.acceptance.source for d in drafts}
-    return Estimate(asked.model, context, prompt, speeds(cost, drafts, asked.sizes, context), lengths, sources, **own)
 
 
 def _profiled(profile: Profile, target: Sheet) -> RoundCost:

@@ -17,6 +17,7 @@ BUSY, UNEVEN = 1.5, 5.0  # pass time over the table's; 95th percentile of gaps o
 UNUSED = 0.85  # share accepted at the last place, where all before were
 LOST = 0.2  # share of rounds without a draft that might have had one
 SLOW, FEW = 0.3, 4  # share of a round that one more draft token may add, at no more than FEW sequences
+LOOKUP = 0.02  # most of a round's time that a search in the text takes; a draft model takes more
 LATE = 0.4  # share of a round's time outside both models
 REPEATED = 0.7  # share of prompt tokens found in the prefix cache
 PLAIN = {
@@ -26,12 +27,12 @@ PLAIN = {
 }
 NO_DRAFT_WHY = {
     "no drafter": ("no drafter", "the server has no drafter", "--draft MODEL"),
-    "off": ("off", "drafts are off: by the request's speculation, or by --k 0", "--k 4"),
-    "cost": ("cost", "goodput found that drafts would not pay at this load: that is no fault", ""),
-    "no draft": ("no draft", "the drafter finds nothing to draft from: these outputs do not repeat", "--draft HEAD"),
+    "off": ("off", "drafts are off, by the request's speculation or by --k 0", "--k 4"),
+    "cost": ("cost", "goodput found that drafts would not pay at this load, which is no fault", ""),
+    "no draft": ("no draft", "the drafter finds nothing to draft from, as these outputs do not repeat", "--draft HEAD"),
     "no room": (
         "no room",
-        "there was no room for drafts: rows of a pass, or blocks of the cache",
+        "there was no room for drafts in rows of a pass, or in blocks of the cache",
         "--max-num-rows 1024",
     ),
     "draft context": ("draft context", "texts are longer than the draft's context", "--draft 'ngram'"),
@@ -45,6 +46,11 @@ class Fault:
     name: str
     says: str
     flags: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What it says, as a sentence of its own."""
+        return self.says[0].upper() + self.says[1:]
 
 
 def length_flags(engine: str, k: int) -> tuple[str, ...]:
@@ -91,7 +97,9 @@ def find(state: State, pricing: Pricing) -> Iterator[Fault]:
     counted = state.counted
     if (counted.drafts or ENOUGH) < ENOUGH:
         reasons = list(_lost(state))
-        yield from reasons or [Fault("too few", f"only {counted.drafts:g} drafts: send more load, or more --seconds")]
+        yield from reasons or [
+            Fault("too few", f"only {counted.drafts:g} drafts: send more load, or give more --seconds")
+        ]
         return
     yield from _guesses(state)
     yield from _lost(state)
@@ -117,6 +125,9 @@ def _guesses(state: State) -> Iterator[Fault]:
         )
         own = {"vllm": '"max_model_len" of --speculative-config', "sameseed": "--draft 'ngram' for long texts"}
         yield Fault("draft context", says, (own.get(engine, "a draft whose context is the target's"),))
+    elif first < WEAK and state.draft_share is not None and state.draft_share < LOOKUP:
+        says = f"only {first:.0%} of first draft tokens are right: these outputs repeat little of what came before"
+        yield Fault("weak draft", says, ("--draft HEAD, or a draft model", *length_flags(engine, 1)))
     elif first < WEAK:
         says = (
             f"only {first:.0%} of first draft tokens are right: a head in too few bits, texts unlike its training, "
@@ -235,22 +246,25 @@ def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
     """The verdict, in one sentence or two."""
     now, main = round(state.k) or 1, found[0] if found else None
     if pricing.source is None:
-        told = f"you have {state.length:.2f} tokens a round; what you need is not known"
+        told = f"You have {state.length:.2f} tokens a round; what you need is not known"
         told += " (give --plain-tokens-per-s, or --cost FILE)"
-        return f"{told}: {main.says}" if main else told
+        return _joined(told, main)
     need = pricing.ratio(now, state.batch)
-    pays = state.length >= MARGIN * need
-    at_least = "at least " if pricing.source == "bound" else ""
-    told = f"you need {at_least}{need:.2f} tokens a round, you have {state.length:.2f}"
-    if pays and main is None:
-        if pricing.source == "bound":
-            return f"{told}: it may pay or not; give --plain-tokens-per-s, or --cost FILE"
-        return f"speculation pays ({state.length / need:.2f} times plain decoding): {told}"
-    best = pricing.best(state.batch)[0]
-    if not pays and best:
+    bound = pricing.source == "bound"
+    told = f"you need {'at least ' * bound}{need:.2f} tokens a round, you have {state.length:.2f}"
+    if state.length >= MARGIN * need:
+        if not bound:
+            return _joined(f"Speculation pays ({state.length / need:.2f} times plain decoding): {told}", main)
+        hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
+        return _joined(f"Y{told[1:]}{hint}", main)
+    if best := pricing.best(state.batch)[0]:
         told += f": use k = {best}"
         off = next((batch for batch, k in pricing.table() if k == 0), None)
         told += f", and none from {off} clients on" if off else ""
-    elif not pays:
+    else:
         told += ": turn it off at this load"
-    return f"{told}. {main.says}" if main else told
+    return _joined(f"Y{told[1:]}", main)
+
+
+def _joined(told: str, main: Fault | None) -> str:
+    return told if main is None else f"{told}. {main.sentence}"

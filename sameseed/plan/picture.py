@@ -34,7 +34,7 @@ def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
         x, y = "perplexity over the checkpoint's (95 % interval)", "speed over plain decoding of the first format"
         panels.append(Panel("speed against quality", x, series, "points", y))
     about = f"{record.machine()['cpu']}  ·  {len(asked.prompts)} prompts, 80 % intervals  ·  commit {record.commit()}"
-    return draw_panels(panels, path, str(asked.model), about)
+    return draw_panels(panels, path, record.model_name(asked.model), about)
 
 
 def frontier(outcome: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:

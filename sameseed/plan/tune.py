@@ -293,7 +293,7 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
     }
     for knob, of in KNOBS.items():
         rivals = [p.candidate for p in found.prospects if of(p.candidate) != of(mine)]
-        raced, why = [s for s in rivals if s.label in ran], "nothing else was to choose from"
+        raced, why = [s for s in rivals if s.label in ran], "no other was tried"
         if rivals:
             speed, label = max(((ran if raced else predicted)[s.label], of(s)) for s in raced or rivals)
             why = f"{label}: {speed:.2f} of its speed{'' if raced else ', as predicted'}"

@@ -95,7 +95,7 @@ def plot_paths(path: Path) -> tuple[Path, Path]:
 def source(record: Mapping[str, Any], *more: str) -> str:
     """What a plot shown alone must say of its source: model, machine, `more`, commit and day of a record."""
     machine, config = record["machine"], record.get("config", {})
-    cores = f"{machine['cores']} cores" if machine.get("cores") else ""
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)}" if machine.get("cores") else ""
     parts = (config.get("model", ""), machine.get("gpu") or machine.get("cpu") or "", cores, *more)
     day = str(record.get("time", ""))[:10]
     return "  ·  ".join(str(p) for p in (*parts, f"commit {record['commit']}", day) if p)

@@ -125,7 +125,7 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
         "the server does not tell which tokens a chunk holds: ITL by chunks only": (
             record["itl_token_ms"] is None and counted
         ),
-        "some answers ended before their length (--ignore-eos writes on): compare throughput with care": (
+        "some answers ended before their length (--ignore-eos generates to it): compare throughput with care": (
             short and "chunks" not in counted
         ),
         "the server has no /tokenize: prompts have about the asked length, by their characters": (

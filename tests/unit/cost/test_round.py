@@ -12,7 +12,7 @@ from sameseed.cost.running import EngineCost
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost as Point, Profile
 from sameseed.measure.limits import Limits
-from sameseed.plan.engines import EngineCosts, EnginePass, EnginePrompt
+from sameseed.plan.engines import EngineCosts, EnginePass
 
 COST = RoundCost(Curve([(1, 1.0), (3, 2.0)], 64, per_token=0.01, per_row=0.001), (), Gap(0.1, 0.2))
 DRAFT = Curve([(1, 0.1), (2, 0.2)])
@@ -82,6 +82,5 @@ def test_costs_of_a_profile_and_of_another_engine() -> None:
     with pytest.raises(ConfigError, match="profiled"):
         profile.cost("w8a8")
     passes = tuple(EnginePass(b, b * n, 10 + b * n * 0.1) for b in (1, 16) for n in (1, 5, 9))
-    other = EngineCosts("vllm", passes, prompts=(EnginePrompt(100, 50.0),), gap_ms=1.0).cost()
+    other = EngineCosts("vllm", passes).cost()
     assert other.target(3, 1) == pytest.approx(0.0103) and other.target(80, 16) == pytest.approx(0.018)
-    assert other.prompt(100) == pytest.approx(0.05) and other.gap(1, True) == pytest.approx(0.001)

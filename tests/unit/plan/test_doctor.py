@@ -148,7 +148,7 @@ def test_what_an_engine_does_not_report_is_left_out() -> None:
 def test_the_verdict_says_what_is_needed_and_what_to_do() -> None:
     diagnosis = found(STAGED["k too large"][0], COSTS)
     assert diagnosis.need is not None and diagnosis.have == pytest.approx(1.89)
-    assert diagnosis.verdict.startswith(f"you need {diagnosis.need:.2f} tokens a round, you have 1.89: use k = ")
+    assert diagnosis.verdict.startswith(f"You need {diagnosis.need:.2f} tokens a round, you have 1.89: use k = ")
     assert "clients on" in diagnosis.verdict
     table = dict(diagnosis.by_batch)
     assert table[1] and list(table.values())[-1] == 0
@@ -174,7 +174,15 @@ def test_a_server_that_does_well_is_told_so() -> None:
     diagnosis = found(
         ours(GOOD, (3, 10.9, 0.5)), PassCosts(COSTS.rows, (10, 10.2, 10.6, 16, 30, 60, 99), COSTS.draft_ms)
     )
-    assert diagnosis.faults == () and diagnosis.verdict.startswith("speculation pays")
+    assert diagnosis.faults == () and diagnosis.verdict.startswith("Speculation pays")
+
+
+def test_a_fault_beside_speculation_that_pays_is_what_could_be_better() -> None:
+    """Lookups that take no time and are seldom right: nothing of heads, and the verdict says first that it pays."""
+    diagnosis = found(ours([310, 220, 160, 120], (0.01, 10.4, 0.5)), COSTS)
+    assert diagnosis.verdict.startswith("Speculation pays (1.") and "Only 31%" in diagnosis.verdict
+    assert diagnosis.faults[0].name == "weak draft" and "repeat little" in diagnosis.faults[0].says
+    assert not any("--draft-format" in flag for flag in diagnosis.faults[0].flags)
 
 
 def test_costs_of_the_server_itself_are_used() -> None:
@@ -325,7 +333,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "saved"
     path.write_text(STAGED["draft share"][0])
     assert main(["doctor", str(path)]) == 0
-    assert "drafting takes 46% of the time" in capsys.readouterr().out
+    assert "Drafting takes 46% of the time" in capsys.readouterr().out
     for text, message in (("{}", "no Prometheus text"), (drafted("vllm", [], drafts=0), "after some load")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

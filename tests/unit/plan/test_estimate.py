@@ -20,7 +20,7 @@ from sameseed.measure.costs import Profile
 from sameseed.models.loader import load_model, resolve_model
 from sameseed.plan import paper
 from sameseed.plan.engines import read_costs
-from sameseed.plan.estimate import Question, estimate, estimate_engine, given_limits, read_bytes
+from sameseed.plan.estimate import Question, estimate, given_limits, read_bytes
 from sameseed.plan.outlook import AcceptChances, DraftPlan, read_acceptance, speeds
 from sameseed.plan.paper import Sheet, sheet
 from sameseed.scheme import QuantScheme
@@ -30,15 +30,7 @@ RECORDS = [p for p in (Profile.from_dict(json.loads(line)) for line in LINES) if
 LIMITS = given_limits(25.0, 1.0, 2)
 assert LIMITS is not None
 PASSES = [{"batch": b, "rows": b * n, "ms": 10 + b * n * 0.1} for b in (1, 16) for n in (1, 5, 9)]
-COSTS: dict[str, Any] = {
-    "schema": ENGINE_SCHEMA,
-    "engine": "vllm",
-    "machine": "a GPU",
-    "format": "fp8",
-    "context": 512,
-    "passes": PASSES,
-    "draft_ms": [{"batch": 1, "ms": 0.5}, {"batch": 16, "ms": 4.0}],
-}
+COSTS: dict[str, Any] = {"schema": ENGINE_SCHEMA, "engine": "vllm", "passes": PASSES}
 
 
 def recorded(shape: str, format: str, kv_format: str) -> Sheet:
@@ -285,27 +277,11 @@ def test_profiled_costs_are_used_as_they_are() -> None:
         estimate(Question("llama-3.2-1b", kv_format="int8", context=256), record)
 
 
-def test_costs_of_another_engine_give_its_table(tmp_path: Path) -> None:
-    file = tmp_path / "vllm.json"
-    file.write_text(json.dumps(COSTS))
-    costs = read_costs(file, "vllm")
-    asked = Question("meta/x", drafts=("eagle:some/head", "ngram"), acceptance=("0.7",), batches=(1, 16))
-    found = estimate_engine(asked, costs).as_dict()
-    rows = found["num_speculative_tokens_per_batch_size"]["eagle:some/head"]
-    assert rows[0][0] == 1
-    assert [first for first, _, _ in rows[1:]] == [last + 1 for _, last, _ in rows[:-1]]
-    lengths = [k for _, _, k in rows]
-    assert lengths[0] > lengths[-1]  # drafting costs more with more sequences
-    assert found["memory"] is None
-    with pytest.raises(ConfigError, match="lower --batch"):
-        estimate_engine(Question("m", batches=(64,)), costs)
-
-
 @pytest.mark.parametrize(
     ("changes", "engine", "words"),
     [
-        ({}, "sameseed", "--engine vllm"),
-        ({}, "sglang", "--engine vllm"),
+        ({}, "sameseed", "tune --engine vllm"),
+        ({}, "sglang", "costs of vllm"),
         ({"schema": "other/1"}, "vllm", "schema"),
         ({"schema": "other/1"}, "sameseed", "profile again"),
         ({"passes": []}, "vllm", "ms > 0"),
@@ -357,14 +333,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found[0]["speeds"][0]["tokens_per_s"]["grade"] == "paper"
     file = tmp_path / "vllm.json"
     file.write_text(json.dumps(COSTS))
-    assert (
-        cli.main(["estimate", "m", "--draft", "ngram", "--cost", str(file), "--engine", "vllm", "--batch", "1,16"]) == 0
-    )
-    assert "num_speculative_tokens_per_batch_size" in capsys.readouterr().out
     for wrong, words in (
         ([], "either a model or a shape"),
         (["--shape", "llama-3.2"], "no shape"),
-        (["m", "--engine", "vllm"], "--cost"),
+        (["m", "--cost", str(file)], "tune --engine vllm"),
         (["m", "--cost", str(file), "--machine-read", "1"], "leave out"),
     ):
         assert cli.main(["estimate", *wrong]) == cli.EXIT_USAGE
