@@ -237,7 +237,7 @@ def read_before(path: Path) -> EngineCosts | None:
 
 
 def write_costs(costs: EngineCosts, path: Path) -> None:
-    """Write the file that `estimate --engine vllm --cost` and the next run read. Raises ConfigError."""
+    """Write the file that the next run reads. Raises ConfigError."""
     data = asdict(costs)
     data["passes"] = [{k: v for k, v in p.items() if v is not None} for p in data["passes"]]
     try:

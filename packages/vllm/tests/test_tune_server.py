@@ -152,8 +152,6 @@ def test_two_runs_make_a_profile(server: StandIn, tmp_path: Path, capsys: pytest
     assert json.loads(command[command.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
     costs = read_costs(tmp_path / "costs.json", "vllm")
     assert costs.batches == (1, 4) and costs.draft == "embedded-head"
-    asked = ["estimate", "embedded", "--engine", "vllm", "--cost", str(tmp_path / "costs.json"), "--batch", "1,4"]
-    assert main([*asked, "--draft", "embedded-head", "--acceptance", "0.7", "--json"]) == 0
 
 
 def test_what_goes_wrong_is_said(server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,12 @@ import os
 import resource
 import runpy
 import sys
-from types import FrameType
 from typing import Any
 
-ENDED = "sameseed.ended"
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38
-# Prefixes of audit events that are refused.
+# Prefixes of audit events that are refused. An in-memory database is harmless, but ATTACH and VACUUM INTO write any
+# file without an audit event.
 REFUSED = (
     "os.fork",
     "os.exec",
@@ -49,7 +48,7 @@ REFUSED = (
     "syslog.",
     "fcntl.",
     "_thread.",
-    "sqlite3.",  # an in-memory database is harmless, but ATTACH and VACUUM INTO write any file without an audit event
+    "sqlite3.",
 )
 REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
 # These can write arbitrary files, or run code outside the hook, without an audit event.
@@ -142,43 +141,23 @@ def take_away() -> None:
             setattr(_thread, name, no_thread)
 
 
-def keep(token: str, pipe: int, frame: FrameType) -> None:
-    """Keep the token in an audit hook, where no frame shows it. The hook writes it when `frame` itself audits ENDED.
-
-    Success is reported only from the line of `frame` after the program has ended without an error. The other lines
-    handle objects that the program made, and such objects may run code of the program in this frame.
-    """
-    write, frame_of, head = os.write, sys._getframe, f"{token}\n".encode()
-    *_, passed, _ = sorted({line for *_, line in frame.f_code.co_lines() if line is not None})
-
-    def report(event: str, args: tuple[Any, ...]) -> None:
-        if event == ENDED and frame_of(1) is frame:  # the program's own frames do not count
-            write(pipe, head + (b"" if frame.f_lineno == passed else args[0] or b"failed"))
-
-    sys.addaudithook(report)
-
-
 def main() -> None:
     """Run program.py in the working directory; write the token, a newline and the error, if any, to the pipe."""
     job = json.loads(sys.stdin.readline())
     sys.stdin = io.StringIO("")
-    keep(job["token"], job["pipe"], sys._getframe())
     isolate()
     limit(job["limits"])
     watch(os.getcwd())
     for name in REFUSED_MODULES | {"ctypes"}:
         sys.modules.pop(name, None)
     take_away()
-    del job
-    run, audit, leave = runpy.run_path, sys.audit, os._exit  # saved now: the program can replace the originals
+    write, leave, error = os.write, os._exit, ""  # saved now: a program may replace them in `os`
     try:
-        run("program.py", run_name="program")
+        runpy.run_path("program.py", run_name="program")
     except BaseException as fault:  # SystemExit too: a program that leaves early has not passed its tests
-        audit(ENDED, f"{type(fault).__name__}: {fault}"[:400].encode("utf-8", "replace"))
-        leave(0)  # skips atexit handlers, and ends all threads
-    else:
-        audit(ENDED, b"")
-        leave(0)
+        error = f"{type(fault).__name__}: {fault}"[:400]
+    write(job["pipe"], f"{job['token']}\n{error}".encode("utf-8", "replace"))
+    leave(0)  # skips atexit handlers, and ends all threads
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sameseed.measure.quality import sandbox
-from sameseed.measure.quality.sandbox import SandboxOutcome, run, run_all
+from sameseed.measure.quality.sandbox import run, run_all
 
 SHORT = 1.0  # seconds
 
@@ -158,56 +158,6 @@ for fd in range(3, 32):
 os._exit(0)
 """
     assert not run(forged).passed
-
-
-def test_no_frame_shows_the_token() -> None:
-    """Also, the audit hook that holds the token answers only the guard's own frame."""
-    program = """
-import re, sys
-sys.audit('sameseed.ended', b'')
-frame, seen = sys._getframe(), ''
-while frame:
-    seen += repr(frame.f_locals) + repr(frame.f_globals)
-    frame = frame.f_back
-assert 'program.py' in seen and not re.search('[0-9a-f]{32}', seen)
-raise ValueError('to the end')
-"""
-    assert run(program) == SandboxOutcome(False, "ValueError: to the end")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        # replaces what the guard calls
-        """
-import functools, sys, types
-sys.modules["__main__"].sys = types.SimpleNamespace(audit=functools.partial(sys.audit, "sameseed.ended", b""))
-raise SystemExit
-""",
-        # replaces what the guard's own frame calls to report the error
-        """
-import functools, sys
-pretend = functools.partial(sys.audit, "sameseed.ended", b"")
-class Kind(type):
-    __name__ = property(pretend)
-class Wrong(Exception, metaclass=Kind):
-    __str__ = pretend
-raise Wrong
-""",
-        # changes the guard's locals, which frames allow from Python 3.13 on
-        """
-import functools, sys
-frame = sys._getframe()
-while frame.f_back is not None:
-    frame = frame.f_back
-    if "audit" in frame.f_locals:
-        frame.f_locals.update(audit=functools.partial(sys.audit, "sameseed.ended", b""), leave=print)
-raise SystemExit
-""",
-    ],
-)
-def test_who_fails_cannot_make_the_guard_say_otherwise(program: str) -> None:
-    assert not run(program).passed
 
 
 def test_limits_hold_for_good() -> None:
