@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
 from sameseed import ops, registry, store
-from sameseed.models.loader import load_model, resolve_model
+from sameseed.models.loader import load_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
@@ -107,13 +107,3 @@ def pair(pair_folders: tuple[Path, Path]) -> Pair:
 def reference_pair(pair_folders: tuple[Path, Path]) -> Pair:
     """The tiny pair on the reference backend."""
     return load_pair(*pair_folders, backend="reference")
-
-
-@pytest.fixture(scope="session")
-def embedded_pair() -> Pair:
-    """The pair of models that comes with the package."""
-    target, draft = resolve_model("embedded"), resolve_model("embedded-draft")
-    for folder in (target, draft):
-        if not (folder / "model.safetensors").exists():
-            pytest.skip(f"{folder.name}: the embedded weights are not in this checkout; `sameseed train` makes them")
-    return load_pair(target, draft)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fixtures_eagle import LAYER, _norm, _rotate, target_states, write_head
+from fixtures_eagle import LAYER, _norm, _rotate, random_head, target_states, write_head
 from torch import Tensor
 
-from sameseed.models.head_config import BlockConfig, expected_tensors, parse_head_config
+from sameseed.models.head_config import BlockConfig, parse_head_config
 from sameseed.models.llama import Llama
 
 LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
@@ -53,22 +53,6 @@ def parsed(raw: dict[str, Any]) -> BlockConfig:
     return config
 
 
-def random_block(config: BlockConfig, seed: int = 0, scale: float = 1.0) -> dict[str, Tensor]:
-    """Tensors of a random block head; d2t is spread over the vocabulary if the head's vocabulary is smaller."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-    for name, shape in expected_tensors(config).items():
-        noise = torch.randn(shape, generator=generator)
-        if name == "d2t":
-            chosen = torch.randperm(config.layer.vocab_size, generator=generator)[: shape[0]].sort().values
-            tensors[name] = chosen - torch.arange(shape[0])
-        elif len(shape) == 1:
-            tensors[name] = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
-        else:
-            tensors[name] = noise * scale if "embed" in name or "w1" in name else noise * scale * shape[1] ** -0.5
-    return tensors
-
-
 def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last: int, target: Llama) -> Tensor:
     """Logits [guesses, Vd] of one block after states [n, F], computed in one dense pass, without a Markov head."""
     c, eps, n = config.layer, config.layer.rms_eps, len(states)
@@ -103,7 +87,7 @@ def fit_block(folder: Path, target: Llama, seed: int = 0, **changes: Any) -> Pat
     """Write a block head whose Markov head is fitted to the target's mean logits after each token, the rest small."""
     size, rank = target.config.vocab_size, 48
     raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7, **changes)
-    w = random_block(parsed(raw), seed, scale=0.05)
+    w = random_head(parsed(raw), seed, scale=0.05)
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(1, 300, (250,), generator=generator).tolist() for _ in range(6)]
     total, count = torch.zeros(size, size), torch.zeros(size, 1)

@@ -56,7 +56,7 @@ def random_head(config: HeadConfig, seed: int = 0, layer: str = "midlayer", scal
         elif len(shape) == 1:
             tensors[name] = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
         else:
-            tensors[name] = noise * scale if name.startswith("embed") else noise * scale * shape[1] ** -0.5
+            tensors[name] = noise * scale if "embed" in name or "w1" in name else noise * scale * shape[1] ** -0.5
     return tensors
 
 

@@ -65,23 +65,7 @@ def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> T
 
 def write_text(path: Path, documents: int = 12) -> Path:
     """Write a calibration file of made-up text."""
-    words = [
-        "the",
-        "sum",
-        "of",
-        "all",
-        "parts",
-        "is",
-        "a",
-        "whole",
-        "loop",
-        "ends",
-        "when",
-        "list",
-        "empty",
-        "def",
-        "add",
-    ]
+    words = "the sum of all parts is a whole loop ends when list empty def add".split()  # noqa: SIM905
     order = torch.randint(0, len(words), (documents, 60), generator=torch.Generator().manual_seed(7)).tolist()
     lines = [json.dumps({"text": " ".join(words[i] for i in row)}) for row in order]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

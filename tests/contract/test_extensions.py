@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures_formats import forget
 
 import sameseed
 from sameseed import LLM, SamplingParams, registry
@@ -117,10 +118,6 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in which packages are found. The registry's caches are cleared before and after the test."""
-
-    def forget() -> None:
-        for known in (registry.names, registry.load, registry.loaded, registry._installed):
-            known.cache_clear()
 
     monkeypatch.syspath_prepend(tmp_path)
     forget()

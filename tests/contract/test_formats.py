@@ -129,15 +129,6 @@ def test_stored_values_stay_under_a_second_encoding(name):
 
 
 @every_format
-def test_the_values_resemble_the_weights(name):
-    weight = randn(32, K)
-    fmt = Variant(name)
-    decoded = fmt.decode(fmt.encode(weight))
-    assert decoded.shape == weight.shape and decoded.dtype == torch.float32
-    assert (decoded - weight).norm() < fmt.loss * weight.norm()
-
-
-@every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, K), (7, K), (33, 2 * K)], ids=str)
 def test_shape_and_bytes(shape, dtype, name):
@@ -364,16 +355,6 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
     assert chosen.product(gated_rows(gate_up), rounding).equal(
         chosen.product(plain_rows(chosen.silu_mul(gate_up)), rounding)
     )
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("backend", backends())
-def test_products_resemble_those_of_floats(name, backend):
-    x, weight = randn(6, K), randn(40, K, seed=1)
-    chosen, fmt = ops.resolve(backend), Variant(name)
-    got = chosen.product(plain_rows(x), chosen.pack(fmt.scheme.encode(weight)))
-    wanted = x @ weight.T
-    assert (got - wanted).norm() < max(0.15, fmt.loss if fmt.bits < 4 else 0) * wanted.norm()
 
 
 @pytest.mark.parametrize("name", SCHEMES)

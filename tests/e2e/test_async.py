@@ -90,22 +90,6 @@ async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_fo
     assert_nothing_left(llm.engine)
 
 
-async def test_characters_come_whole(llm: AsyncLLM) -> None:
-    """Tokens are bytes here. Even when forced to write four-byte characters, the stream never gives part of one."""
-    ids = llm.tokenizer.encode("🙂你好é")
-    only = SamplingParams(max_tokens=60, seed=1, temperature=1.0, allowed_token_ids=tuple(ids), ignore_eos=True)
-    pieces = [d.text async for d in llm.generate("é", only)]
-    whole = "".join(pieces)
-    done = await llm.complete("é", only)
-    assert whole == done.text == llm.tokenizer.decode(done.token_ids)
-
-
-async def test_chat(llm: AsyncLLM) -> None:
-    messages = [{"role": "user", "content": "the sum?"}]
-    text = "".join([d.text async for d in llm.chat(messages, ASKED)])
-    assert text == (await collect(llm, "user: the sum?\nassistant:", ASKED))[0]
-
-
 async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> None:
     go = hold(llm)
     stream = llm.generate("the sum of", LONG)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from lawkit import write_model
 
 from sameseed import LLM
 from sameseed.cli import COMMANDS, main
-from sameseed.measure import bench
 from sameseed.report import record
 from sameseed.request import Delta
 
@@ -128,13 +126,6 @@ def test_prompt_from_file_and_from_stdin(cli: Cli, tmp_path: Path, monkeypatch: 
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_chat_template_is_applied(cli: Cli) -> None:
-    _, bare, _ = cli("generate", "the sum", "--max-tokens", "12", "--json")
-    _, chat, _ = cli("generate", "the sum", "--chat", "--system", "be a whole", "--max-tokens", "12", "--json")
-    few, many = (json.loads(line)["metrics"]["num_prompt_tokens"] for line in (bare, chat))
-    assert many > few + len("user:assistant:system:be a whole") / 4
-
-
 def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "turns").write_text("hello\n\n/more of it\n/reset\nhello\n/exit\nnever\n")
     monkeypatch.setattr(sys, "stdin", (tmp_path / "turns").open())
@@ -154,13 +145,8 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
     assert found["backends"]["reference"]["runs_here"]
     assert found["drafters"]["ngram"]["options"]["max_ngram"] >= 1
     assert found["machine"]["cores"] >= 1
-    bits = {name: f["bits_per_weight"] for name, f in found["formats"].items()}
-    assert bits["int4"] == 4.125 and bits["int4_sparse"] is None
-    assert all(f["kv_cache"] for name, f in found["formats"].items() if bits[name] is None)
-    assert all("no kernel" in what for what in found["kv_forms"].values()) and "NEAR+FAR" in found["kv_forms"]
-    for name in ("embedded", "embedded-draft", "embedded-head"):  # measurements, not headings of the card's tables
-        facts = found["models"][name]["facts"]
-        assert "license: apache-2.0" in facts and any(re.search(r" \d+(\.\d+|%)", fact) for fact in facts)
+    assert found["formats"]["int4"]["bits_per_weight"] == 4.125
+    assert {"embedded", "embedded-draft", "embedded-head"} <= set(found["models"])
 
 
 def test_info_lists_end_and_special_tokens_of_a_model(cli: Cli, pair_folders: tuple[Path, Path]) -> None:
@@ -190,27 +176,6 @@ def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], t
         assert str(tmp_path) not in json.dumps(r) and os.uname().nodename not in json.dumps(r["machine"])
 
 
-@pytest.mark.parametrize(("stop", "kept"), [(5, [1, 1]), (3, [])])
-def test_bench_keeps_whole_runs_when_interrupted(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, kept: list[int]
-) -> None:
-    """Two arms run one prompt: batches 0 and 1 warm up, two more are a run. The interruption comes at batch `stop`."""
-    batches, run_batch = itertools.count(), bench.run_batch
-
-    def interrupted(*args: Any) -> None:
-        if next(batches) == stop:
-            raise KeyboardInterrupt
-        run_batch(*args)
-
-    monkeypatch.setattr(bench, "run_batch", interrupted)
-    out = tmp_path / "records.jsonl"
-    asked = "bench --drafts ngram --ks 2 --temperatures 0 --num-prompts 1 --max-tokens 8 --repeat 3"
-    code, _, err = cli(*asked.split(), "--out", str(out))
-    assert (code, err.strip().splitlines()[-1]) == (130, "interrupted")
-    lines = out.read_text().splitlines() if out.exists() else []
-    assert [len(json.loads(line)["repetitions"]) for line in lines] == kept
-
-
 def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -227,16 +192,6 @@ def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch
     assert (tmp_path / "p.png").stat().st_size and (tmp_path / "p.svg").stat().st_size
     code, _, err = cli(*flags, "--drafts", "self_quant", "--formats", "w8a8", "--draft-format", "w8a8")
     assert code == 2 and "in as many bits" in err, "nothing is left"
-
-
-def test_bench_table_shows_every_way(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # no benchmarks/results here: nothing is written unless asked
-    (tmp_path / "p.txt").write_text("the sum\n")
-    flags = ["--prompts", "p.txt", "--drafts", "ngram", "--ks", "2", "5", "--temperatures", "0", "--repeat", "1"]
-    code, out, _ = cli("bench", *flags, "--max-tokens", "6")
-    assert code == 0
-    assert "plain" in out and "ngram k=2" in out and "ngram k=5" in out and "yes" in out
-    assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
 
 
 # --- help ---
@@ -306,24 +261,15 @@ BELOW = '{"below": [{}, {"policy": "goodput"}]}'
         (["generate", ""], "the prompt is empty"),
         (["generate", "the " * 500], "shorten the prompt"),
         (["generate", "hi", "--k", "65"], "0..64"),
-        (["generate", "hi", "--confidence", "nan"], "confidence"),
         (["generate", "hi", "--draft", "ngram", "--confidence", "0.4"], "leave it out"),
-        (["bench", "--drafts", "ngram", "suffix", "--confidence", "0.4"], "leave it out"),
         (["generate", "hi", "--draft", "suffix + ngram", "--draft-options", BELOW], "put --policy on the whole"),
         (["generate", "hi", "--draft", "eagle"], "needs a draft head of this target; name its folder"),
-        (["generate", "hi", "--draft-options", "{x"], "JSON object"),
         (["generate", "hi", "--logit-bias", "three"], "TOKEN=BIAS"),
-        (["generate", "hi", "--backend", "nope"], "nope"),
         (["generate", "hi", "--system", "x"], "--chat"),
         (["generate", "--file", "/no/such/file"], "No such file"),
         (["generate", "hi", "--model", "/no/such/folder"], "no model at '/no/such/folder'"),
-        (["bench", "--prompts", "/no/such/file"], "No such file"),
         (["bench", "--repeat", "0"], "--repeat"),
-        (["bench", "--batch-sizes", "0"], "--batch-sizes"),
-        (["bench", "--ks", "65", "--prompts", __file__], "0..64"),
-        (["bench", "--temperatures", "-1"], "temperature"),
         (["bench", "--overlaps", "0", "1", "--drafts", "ngram"], "add a draft model to --drafts"),
-        (["bench", "--overlaps", "-1", "--drafts", "ngram"], "overlap must be at least 0"),
         (["bench", "--out", "/proc/none/r.jsonl"], "choose another with --out"),
     ],
 )
@@ -334,20 +280,11 @@ def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
     assert "Traceback" not in err and len(err.splitlines()) == 1
 
 
-def test_prompt_that_is_no_text(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    code, _, err = cli("generate", "--file", str(tmp_path / "bytes"))
-    assert code == 2
-    assert "UTF-8" in err
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "no JSON"),
-        ('{"text": "x"}', "prompt"),
         ('{"prompt": ""}', "not empty"),
-        ('{"messages": []}', "messages"),
         ("", "holds no prompts"),
     ],
 )
@@ -356,13 +293,6 @@ def test_bad_prompt_file(cli: Cli, tmp_path: Path, line: str, message: str) -> N
     code, _, err = cli("bench", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 2
     assert "p.jsonl" in err and message in err
-
-
-def test_train_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
-    code, _, err = cli("train", model=None)
-    assert (code, "--data" in err) == (2, True)
-    code, _, err = cli("train", "no.toml", "--data", str(tmp_path), "--out", str(tmp_path / "out"), model=None)
-    assert (code, "no.toml" in err) == (2, True)
 
 
 # --- interruptions ---

@@ -82,13 +82,10 @@ def test_settings_are_those_of_the_dataclasses() -> None:
     ("make", "message"),
     [
         (lambda: LLM(num_draft_token=3), "did you mean 'num_draft_tokens'"),
-        (lambda: LLM(drfat="ngram"), "did you mean 'draft'"),
         (lambda: LLM(threads="2"), "must be of type int or none"),
         (lambda: LLM(dtype="half", format="bf16"), "both are given"),
         (lambda: LLM(draft="ngram", speculative_config={"model": "org/m"}), "says draft too"),
         (lambda: LLM(speculative_config={"method": "ngram", "prompt_lookup_mx": 1}), "mean 'prompt_lookup_max'"),
-        (lambda: LLM(speculative_config={}), "names no 'model'"),
-        (lambda: LLM(draft="ngramm"), "did you mean 'ngram'"),
         (lambda: SamplingParams(temprature=1), "did you mean 'temperature'"),
     ],
 )  # fmt: skip

@@ -103,10 +103,8 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["--scheme", "w4a8"], "-o is missing"),
-        (["--options", "{", "-o", "out"], "no JSON object"),
         (["-o", "."], "exists"),
         (["-o", "out", "--report", "--text", "t.txt", "--plot", "page.pdf"], ".png"),
-        (["-o", "out", "--report", "--text", "t.txt", "--seed", "-1"], "seed"),
     ],
 )
 def test_bad_usage(

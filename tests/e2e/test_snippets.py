@@ -1,10 +1,11 @@
-"""Commands and Python of every page: all can be parsed, and those that end by themselves run at toy size."""
+"""Commands and Python in the documents are understood and run; so do the examples."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from lawkit import write_model
 
 from sameseed import cli, ops
 from sameseed.models.config import ASSETS
+from sameseed.models.loader import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,7 +27,7 @@ STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
     r"(path/to|twins)/[\w-]*draft": "embedded-draft",
     r"suffix \+ DRAFT": "suffix + embedded-draft",
-    r"llama-3\.[12]-[18]b|smollm2(-135m)?": "embedded",
+    r"llama-3\.[12]-\d+b|smollm2(-135m)?": "embedded",
     r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
 }
 TOY = {  # commands that end by themselves, with flags that make them small
@@ -146,3 +148,17 @@ def test_the_clients_of_the_server_s_page_run() -> None:
     with serving() as server:
         exec(code.replace("http://127.0.0.1:8000", server.url), known)
     assert known["answer"].choices[0].message.content
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("embedded", "embedded-draft"):
+        if not (resolve_model(name) / "model.safetensors").exists():
+            pytest.skip(f"{name}: the embedded weights are not in this checkout; `sameseed train` makes them")
+    runpy.run_path(str(example), run_name="__main__")
+    out, _ = capsys.readouterr()
+    assert out.strip(), "an example shows something"

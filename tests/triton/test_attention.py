@@ -125,21 +125,11 @@ def test_a_broken_draft_leaves_no_trace(name):
     assert got[2].isnan().all()
 
 
-def test_scores_beyond_what_exponentials_hold():
-    p = make_pass([Part(90, 1, [-1, 0])], "fp16")
-    wild = replace(p, q=100 * p.q)
-    torch.testing.assert_close(attend(wild, scale=3.0).double(), exact_attention(wild, 3.0), rtol=1e-3, atol=1e-2)
-
-
 def test_slices_of_wider_rows_and_an_empty_pass():
     p = make_pass([Part(0, 6)], "bf16")
     sliced = torch.cat([p.q, p.q], dim=1)[:, 4:]
     assert not sliced.is_contiguous()
     assert kernels.attention(sliced, p.layer, p.batch, 0.3).equal(kernels.attention(p.q, p.layer, p.batch, 0.3))
-    with pytest.raises(TypeError, match="float32"):
-        kernels.attention(p.q.double(), p.layer, p.batch, 0.3)
-    with pytest.raises(ValueError, match="do not fit"):
-        kernels.attention(p.q[:, :3], p.layer, p.batch, 0.3)
     odd = make_pass([Part(0, 2)], "int8", dim=9)
     with pytest.raises(ValueError, match="use a KV cache in bf16"):
         kernels.attention(odd.q, odd.layer, odd.batch, 0.3)

@@ -97,11 +97,3 @@ def test_rotated_and_stored_at_once_is_one_after_the_other(name, normed):
     assert same(fused, gpu.rope_store(qkv, heads, layers[1], batch, table, norms, 1e-5))
     assert all(same(a, b) for a, b in zip(flat(layers[0]), flat(layers[1]), strict=True))
     assert not same(layers[0].k, empty_layer(name, 10, 5, 2, dim).k)
-
-
-def test_what_does_not_fit_is_refused():
-    layer, slots = empty_layer("bf16", 2, 5, 2, 12), torch.tensor([1], dtype=torch.int32)
-    with pytest.raises(ValueError, match="do not fit"):
-        kernels.store_kv(randn(1, 3, 12), randn(1, 3, 12), layer, slots)
-    with pytest.raises(TypeError, match="float32"):
-        kernels.store_kv(randn(1, 2, 12).double(), randn(1, 2, 12), layer, slots)

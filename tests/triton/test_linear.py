@@ -226,14 +226,6 @@ def test_split_sums_keep_the_law(name, short_parts, monkeypatch):
     assert backend.product(plain_rows(x), w, bias, residual).equal(whole)
 
 
-def test_some_sums_are_split_as_it_is():
-    assert cuts.tiling(packed("w4a16", 20, 4096)[1]).split > 1
-    _, w = packed("w4a16", 130, 256)
-    assert cuts.tiling(w).outputs > 32
-    x = randn(20, 256)
-    assert backend.product(plain_rows(x), w)[19:].equal(backend.product(plain_rows(x[19:].clone()), w))
-
-
 @pytest.mark.parametrize("K", [64, 1024])  # more values than threads of a program: the order of the mean's sum matters
 @pytest.mark.parametrize("name", FEW)
 def test_fused_forms_have_the_bits_of_their_parts(name, K):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import make_tables
-import pictures
 import pytest
-import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,20 +41,6 @@ def test_links_to_headings_find_them(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
         there = (page.parent / target).resolve() if target else page
         assert anchor in anchors(there), f"{page.name} links to #{anchor}, which {there.name} has not"
-
-
-def test_the_picture_of_real_models_shows_the_newest_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "RECORDS", tmp_path)
-    shared = {"num_parameters": 1, "format": "fp32", "temperature": 0.0, "num_prompts": 2, "max_tokens": 96}
-    whole = {"time": "2026", "commit": "c", "machine": {"cpu": "a", "cores": 2}}
-    for model, label, speed in (("m", "ngram", 1.1), ("m", "ngram", 1.2), ("embedded", "x", 9), ("m", "x k=12", 1.3)):
-        config = {**shared, "model": model, "label": label, "draft": label}
-        record = {**whole, "config": config, "speedup": speed, "repetitions": [{"speedup": speed + 0.1}]}
-        with (tmp_path / "bench.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    (series,) = pictures.speed().panels[0].series
-    assert series.points == [("plain", 1.0), ("ngram", 1.2), ("x", 1.3)]
-    assert series.spread[1] == pytest.approx((1.3, 1.3))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

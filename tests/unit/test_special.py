@@ -84,9 +84,7 @@ def test_special_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> 
         ({"generation_config": {"eos_token_id": [9, 1]}}, {"eos_token_id": 1}, {9: ["generation_config.json"], 1: ...}),
         (FOLDERS["config"], {"eos_token_id": 1}, {1: ["config.json"], 2: ["tokenizer_config.json"]}),
         (FOLDERS["map"], {}, {2: ["special_tokens_map.json"]}),
-        (FOLDERS["map over config"], {}, {2: ["special_tokens_map.json"]}),
         (FOLDERS["config lists its tokens"], {}, {1: ["tokenizer_config.json"]}),
-        (FOLDERS["added"], {}, {SIZE: ["tokenizer_config.json"]}),
         ({"tokenizer_config": {"eos_token": "!"}}, {}, {VOCAB.index("!"): ["tokenizer_config.json"]}),
     ],
 )

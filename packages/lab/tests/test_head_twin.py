@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures_block import parsed, random_block, raw_config as raw_block
+from fixtures_block import parsed, raw_config as raw_block
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
 from fixtures_models import llama_shape
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts, write_model
@@ -139,7 +139,7 @@ def test_what_has_no_twin(kind: str, small: Path, tmp_path: Path, changes: dict[
         write_head(tmp_path / "head", raw, random_head(parse_head_config(raw)))
     else:
         raw = raw_block(kind, MODEL_VOCAB, [0, 2], **{"model_type": "llama", **changes})
-        write_head(tmp_path / "head", raw, random_block(parsed(raw)))
+        write_head(tmp_path / "head", raw, random_head(parsed(raw)))
     with pytest.raises((ConfigError, VocabularyError), match=named):
         make_head_twin(FITTING["two copies"][0], str(tmp_path / "head"), str(small / "target"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

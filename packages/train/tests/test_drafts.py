@@ -284,12 +284,6 @@ def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "unroll" in capsys.readouterr().err
 
 
-def test_train_head_by_a_recipe_names_the_near_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "head.toml").write_text('target = "embedded"\n[loss]\nunrol = 3\n')
-    assert main(["train", "head", str(tmp_path / "head.toml"), "--out", str(tmp_path / "out")]) == 2
-    assert "did you mean 'unroll'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

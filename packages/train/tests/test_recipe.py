@@ -52,11 +52,6 @@ def test_bad_recipe(recipe_path: Path, old: str, new: str, message: str) -> None
         load_recipe(recipe_path)
 
 
-def test_missing_recipe(tmp_path: Path) -> None:
-    with pytest.raises(SameseedError, match=r"embedded-head\.toml"):
-        load_recipe(tmp_path / "none.toml")
-
-
 @pytest.mark.parametrize("lacking", ["", "talk.jsonl.gz", "valid.jsonl.gz"])
 def test_lack_of_data_leaves_nothing(recipe_path: Path, data: Path, tmp_path: Path, lacking: str) -> None:
     """The same command can then be given again, without --resume."""

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
-from sameseed.errors import SameseedError
 from sameseed_train.data import Document, encode
-from sameseed_train.tokenizer import BEGIN, SPECIAL, save_tokenizer, token_id, train_tokenizer
+from sameseed_train.tokenizer import BEGIN, SPECIAL, save_tokenizer, train_tokenizer
 
 
 def test_round_trip_of_any_text() -> None:
@@ -39,8 +38,3 @@ def test_chat_template_agrees_with_training(tokenizer: Tokenizer, tmp_path: Path
     document = Document("d", "s", "", (("user", "What is 1 plus 2?"),))
     assert loaded.encode(text, add_special_tokens=False) == encode(tokenizer, document)
     assert loaded.eos_token == "<|end|>"
-
-
-def test_missing_special_token(tokenizer: Tokenizer) -> None:
-    with pytest.raises(SameseedError, match="train it again"):
-        token_id(tokenizer, "<|nothing|>")

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sameseed.cli import chat, console
-from sameseed.cli.console import PLAIN_MARKS, TextWriter, level_line
+from sameseed.cli.console import PLAIN_MARKS, TextWriter
 from sameseed.engine.output import OutputText
-from sameseed.request import Delta, SamplingParams, SpecMetrics
+from sameseed.request import Delta, SamplingParams
 from sameseed.tokenizer import Tokenizer
 
 BEGIN, END = PLAIN_MARKS
@@ -88,16 +88,6 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
     plain = io.StringIO()
     TextWriter(plain).write(Delta("r", 0, text, tuple(tokens), (None,) * len(tokens)))
     assert plain.getvalue() == text, "a file gets the text as it is"
-
-
-def test_a_line_for_each_level() -> None:
-    metrics = SpecMetrics()
-    assert level_line("level 1: ngram", metrics) == "level 1: ngram: no draft"
-    metrics.update(4, 3)
-    metrics.update(4, 0)
-    assert level_line("level 1: ngram", metrics) == (
-        "level 1: ngram: 3 of 8 drafted accepted (38%) | 2.50 tokens a draft"
-    )
 
 
 @pytest.mark.parametrize("width", [36, 44, 60, 200])

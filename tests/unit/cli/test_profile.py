@@ -84,12 +84,6 @@ def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
         assert ("machine is busy (load 99.0" in capsys.readouterr().err) is said
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--list") == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in shapes.NAMES)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

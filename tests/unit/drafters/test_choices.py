@@ -57,13 +57,6 @@ def test_logits_that_are_no_numbers_give_none(find, bad):
     assert find(np.full(10, -np.inf, np.float32), PARAMS[0], 1, 1, 3) == []
 
 
-def test_banned_tokens_are_none_of_them():
-    row = rows(3)[2]
-    best = int(row.argmax())
-    seq = Sequence(1, (1, 2), SamplingParams(banned_token_ids=(best,)), 0)
-    assert best not in [t for t, _ in choices(row, seq, [], (), 4)]
-
-
 @pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("count", [1, 8])

@@ -1,11 +1,13 @@
-"""The draft_model drafter: it follows the text, catches up, bears a full cache, keeps to the target's vocabulary."""
+"""The draft_model drafter and its shadows: they follow the text, catch up, and keep to the target's vocabulary."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,89 @@ from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, rand
 
 from sameseed import ops
 from sameseed.drafters._choices import choices
+from sameseed.drafters._shadow import Guide, Shadow
 from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.engine.engine import Engine
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
+from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import HAS_NATIVE
+from sameseed.spec.sampling import HAS_NATIVE, SamplingState
+
+
+def nobody(seq: Sequence, length: int) -> None:
+    """A `rewind` that does nothing."""
+
+
+def runner() -> Any:
+    """The part of a ModelRunner that a Shadow needs."""
+    mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
+    mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
+    return mock
+
+
+def test_follow_keeps_what_was_guessed_right() -> None:
+    target = Sequence(7, [1, 2, 3], SamplingParams(), 5)
+    shadow = Shadow(target, runner())
+    assert (shadow.seq.seed, shadow.seq.num_prompt) == (5, 3)
+    shadow.follow(target, nobody)
+    assert shadow.seq.num_cached == 0
+    shadow.seq.token_ids += [4, 5, 6]  # drafted; the last token was not run
+    shadow.seq.num_cached = 5
+    target.token_ids += [4, 9]  # one right token, one wrong
+    shadow.follow(target, nobody)
+    assert shadow.seq.token_ids == [1, 2, 3, 4, 9]
+    assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
+
+
+def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
+    target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
+    shadow = Shadow(target, runner())
+    shadow.follow(target, nobody)
+    shadow.seq.token_ids += [3, 3]
+    assert SamplingState.of(shadow.seq, 10).counts[3] == 2
+    target.token_ids += [3, 4, 5, 6]
+    shadow.follow(target, nobody)
+    assert SamplingState.of(shadow.seq, 10).counts.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_random_walk() -> None:
+    """After following, whatever was drafted, the tokens are the target's and the cached rows are a true prefix."""
+    rng = random.Random(0)
+    target = Sequence(0, [1, 2, 3], SamplingParams(), 0)
+    shadow = Shadow(target, runner())
+    rows: list[int] = []  # the tokens in the shadow's cache, by position
+    for _ in range(300):
+        shadow.follow(target, nobody)
+        seq = shadow.seq
+        assert seq.token_ids == target.token_ids
+        assert seq.num_pending >= 1
+        del rows[seq.num_cached :]
+        assert rows == seq.token_ids[: seq.num_cached]
+        guesses = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+        for guess in guesses:  # run what is pending, then append the guess
+            rows += seq.token_ids[seq.num_cached :]
+            seq.num_cached = len(seq)
+            seq.token_ids.append(guess)
+        target.token_ids += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(3)]
+
+
+def test_a_guide_gives_what_its_grammar_allows_until_that_fails() -> None:
+    """Then it allows nothing, and the grammar is not asked again: the text goes on without drafts."""
+    asked: list[int] = []
+
+    def allowed(output: Any, path: Any) -> Any:
+        asked.append(1)
+        return [1 / (3 - len(asked))]  # fails when it is asked for the third time
+
+    guide = Guide(SimpleNamespace(allowed=allowed))  # type: ignore[arg-type]
+    assert [list(guide.allowed((), ())) for _ in range(5)] == [[0.5], [1.0], [], [], []]
+    assert guide.failed and len(asked) == 3
+
 
 PROMPTS = random_prompts(5, seed=4)
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)
@@ -152,23 +227,6 @@ def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, pre
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
 
 
-def test_sequences_that_wait_give_their_blocks_back(pair: Pair) -> None:
-    engine = make_engine(pair, "draft_model", k=4, block=4)
-    drafter = drafter_of(engine)
-    drafter.runner.blocks = BlockManager(8, 4)
-    first, second = (Sequence(i, [3] * 20, SamplingParams(), 0) for i in range(2))
-    assert drafter.propose([first], [4]).count(0) == 4
-    assert drafter.runner.blocks.num_free == 2
-    assert drafter.propose([second], [4]).count(0) == 0, "both fit into no pass"
-    drafter.runner.blocks.reserve(drafter.followers[first], 28)  # hardly any block is free after this
-    assert drafter.propose([second], [4]).count(0) == 4
-    assert drafter.followers[first].num_cached == 0
-    assert drafter.propose([first], [0]).count(0) == 0
-    drafter.release(second)
-    again = drafter.propose([first], [4])
-    assert again.count(0) == 4, "it catches up from the start"
-
-
 def favouring(model: Llama, token: int) -> Llama:
     """The model with one LM head row enlarged along the mean direction of other rows: `token` often wins."""
     head = model.weights.lm_head
@@ -210,19 +268,6 @@ def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None
     assert drafter_of(engine).followers.vocab_limit == 300
     assert texts(run(engine, PROMPTS, asked)) == texts(plain)
     assert engine.metrics.num_draft_tokens > 0
-
-
-def test_confidence_ends_a_chain_with_the_first_unsure_token(pair: Pair, monkeypatch: Any) -> None:
-    engine = make_engine(pair, "draft_model", k=8)
-    drafter = drafter_of(engine)
-    drafter.policy = drafter.writer.policy = ConfidenceLength(8, threshold=0.2)
-    sure = iter([0.9, 0.5, 0.1, 0.8])
-    drafter.runner.grow = lambda *_: None  # type: ignore[method-assign]
-    monkeypatch.setattr("sameseed.drafters._chains.probability", lambda *args: next(sure))
-    draft = drafter.propose([Sequence(0, [5, 6, 7], SamplingParams(), 0)], [8])
-    assert draft.count(0) == 3
-    assert draft.confidence is not None
-    assert draft.confidence.tolist() == pytest.approx([0.9, 0.45, 0.045]), "of the whole path"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -394,15 +394,6 @@ def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> No
 # --- options, folders ---
 
 
-def test_only_words_of_the_vocabulary_are_guessed(easy: Pair) -> None:
-    engine = engine_of(easy, 32, vocabulary="100")
-    seq = Sequence(0, PROMPTS[4], PENALIZED, 0)
-    rounds(engine, seq, 1)
-    tokens = engine.drafter.propose([seq], [32]).nodes(0)[0]
-    assert len(tokens) == 32
-    assert max(tokens) < 100
-
-
 def test_a_folder_that_is_a_head_is_drafted_with_as_one(folders: Path, easy: Pair) -> None:
     plain = texts(run(engine_of(easy, 0), PROMPTS, GREEDY))
     for method, quant in (("draft_model", "auto"), ("eagle", "w4a8,lm_head=w8a8")):

@@ -13,12 +13,10 @@ from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
-from sameseed.drafters.draft_model import DraftModelDrafter
 from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.vocabulary import with_tokens
 from sameseed.request import SamplingParams
-from sameseed.spec.drafter import parse_options
 
 PROMPTS = random_prompts(4, seed=4)
 GREEDY = SamplingParams(max_tokens=30, seed=6, ignore_eos=True)
@@ -41,14 +39,6 @@ def test_vocabularies_from_files(tmp_path: Path) -> None:
     for name, why in [("301", "1..300 tokens"), *none]:
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(name, 300)
-
-
-def test_a_number_needs_no_quotes() -> None:
-    for value in (2048, "2048"):
-        assert parse_options(DraftModelDrafter, {"vocabulary": value}) == DraftModelDrafter.Options(vocabulary="2048")
-    for bad in (True, 2.5, None):
-        with pytest.raises(ConfigError, match="of type str"):
-            parse_options(DraftModelDrafter, {"vocabulary": bad})
 
 
 def test_frequent_tokens() -> None:
@@ -89,7 +79,7 @@ def test_logits_of_the_kept_are_the_models_own(pair: Pair) -> None:
     from fixtures_models import all_logits
 
     model = pair.target
-    few = with_tokens(model, torch.tensor([9, 3, 300, 3, 999]))
+    few = with_tokens(model, torch.tensor([9, 3, 300, 3, model.config.vocab_size, 999]))
     full, some = all_logits(model, PROMPTS[2]), all_logits(few, PROMPTS[2])
     assert some.shape == full.shape
     torch.testing.assert_close(some[:, [3, 9, 300]], full[:, [3, 9, 300]])
@@ -111,10 +101,5 @@ def test_the_command_makes_such_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert begin not in ids, "what stands before a prompt is never written"
     assert set(read_vocabulary(str(out), 4096).tolist()) == set(ids)
     assert "12 tokens, " in capsys.readouterr().out
-    for argv, why in (
-        ([], "a text is missing"),
-        (["none.txt"], "cannot read"),
-        ([str(text), "--size", "0"], "at least 1"),
-    ):
+    for argv in ([], ["none.txt"], [str(text), "--size", "0"]):
         assert main(["vocabulary", *argv]) == 2
-        assert why in capsys.readouterr().err

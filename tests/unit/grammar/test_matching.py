@@ -311,11 +311,3 @@ def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabu
             assert grammar.allowed(output, ())[letter]
             output.append(letter)
     assert time.thread_time() - start < 60
-
-
-def test_draft_models_guess_what_may_be_written(pair: Pair, words: Matching, person: Any) -> None:
-    """The tiny models hardly write JSON by themselves: without the mask, hardly a draft token would be right."""
-    params = SamplingParams(max_tokens=60, temperature=1.0)
-    engine = make_engine(pair, "draft_model")
-    write(engine, words, person, params, range(8))
-    assert engine.metrics.acceptance_rate is not None and engine.metrics.acceptance_rate > 0.5

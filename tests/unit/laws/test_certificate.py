@@ -7,13 +7,10 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from lawkit import Pair
 from proof import mutants
 
@@ -23,15 +20,13 @@ from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError, RequestError
 from sameseed.laws import acceptance, kernels, texts
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, TURNS, WARNING, Check, Effort, Found, run_check
-from sameseed.laws.checks import CHECKS, UNSEEN, chosen
+from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.measure import certificate as suite
 from sameseed.measure.certificate_page import render, summary
-from sameseed.models.layers import LayerWeights
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence
-from sameseed.scheme import QuantTensor
 from sameseed.spec import sampling
 from sameseed.spec.draft import Draft
 from sameseed.spec.verify import verify
@@ -156,11 +151,7 @@ def test_a_draft_that_never_guesses_shows_nothing(pair: Pair) -> None:
     found = suite.certify(nobody, asked(), chosen(["S1", "A1", "C2"]))
     assert found.verdict == NOT_SHOWN and found.passed
     assert found.acceptance["num_draft_tokens"] == 0 < found.acceptance["num_scripted_tokens"], "trees are not its own"
-    lines = summary(found.as_dict())
-    assert "not enough evidence" in lines[0]
-    assert any("proposed 0 tokens" in line and "trees" in line for line in lines)
-    assert any("A1 (first drafts: 0, at least 10 are needed" in line for line in lines)
-    assert any("n-grams need repetition" in line for line in lines), "the remedy"
+    assert any("n-grams need repetition" in line for line in summary(found.as_dict())), "the remedy"
 
 
 def test_a_check_goes_on_until_it_saw_enough_and_not_for_ever(pair: Pair) -> None:
@@ -211,46 +202,9 @@ def test_a_failure_outweighs_what_was_not_seen(pair: Pair) -> None:
     assert run_check(replace(CHECKS[0], run=lambda s, e: wrong), subject_of(pair), LEAST).status == FAILED
 
 
-def test_the_summary_is_for_readers_who_know_no_check(certificate: suite.Certificate) -> None:
-    lines = summary(certificate.as_dict())
-    assert lines[0].startswith("Outputs with the draft equal those with speculation off")
-    assert any("compared with a textbook decoder" in line and " 0 wrong" in line for line in lines)
-    (share,) = [line for line in lines if "of its full size" in line]
-    assert "Effort 1e-09" in share and "e+" not in share
-    assert all(thing in lines[-1] for thing in UNSEEN)
-    text = render(certificate.as_dict())
-    assert text.index(lines[0]) < text.index("<h2>Checks</h2>")
-    part = replace(certificate, results=certificate.results[:3])
-    assert "the checks L2, C1, L3" in summary(part.as_dict())[-1]
-
-
 def few_products(subject: Subject) -> Iterator[kernels.Product]:
     for name in ("first", "second", "third", "fourth"):
         yield kernels.Product(name, 32, lambda x: x * 2.0)
-
-
-def test_every_product_sees_passes_of_every_size_from_normal_effort_on(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_own", few_products)
-    monkeypatch.setattr(kernels, "_grid", lambda *args: iter(()))
-    seen: list[tuple[int, ...]] = []
-    compare = kernels._compare
-
-    def watched(*args: Any) -> set[int]:
-        tried = compare(*args)
-        seen.append(tuple(sorted(tried)))
-        return tried
-
-    monkeypatch.setattr(kernels, "_compare", watched)
-    found = kernels.row_invariance.run(subject_of(pair), Effort.parse("normal"))
-    assert seen == [kernels.SIZES] * 4
-    assert found.sizes["row_counts"] == len(kernels.SIZES) == 35
-    assert "each for every product" in found.notes[-1]
-    seen.clear()
-    quick = kernels.row_invariance.run(subject_of(pair), Effort.parse("quick"))
-    assert {size for sizes in seen for size in sizes} == set(kernels.SIZES), "in turn, over four products of ten passes"
-    assert "35 of 35" in quick.notes[-1] and "not each" in quick.notes[-1]
 
 
 def test_the_sizes_not_tried_are_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +222,6 @@ def test_greedy_texts_name_the_ways_and_try_every_length(pair: Pair, certificate
     every = [name for turn in range(8) for name, _, _ in texts.settings(subject, jobs, plain, turn)]
     assert {f"the draft, k = {k}" for k in range(1, 9)} <= set(every)
     assert {"the draft, alone", "the draft, chunks of 24 rows", "trees, batched", "trees, alone"} <= set(every)
-    (note,) = next(r.found.notes for r in certificate.results if r.check.id == "L3")
-    assert "in 1 turn: the draft, batched; the draft, k = 8; the draft, alone; trees, batched" in note
-    assert "chunks" not in note, "it did not run"
 
 
 def test_the_digest_is_of_every_stored_tensor(pair: Pair) -> None:
@@ -291,16 +242,6 @@ def test_the_digest_is_of_every_stored_tensor(pair: Pair) -> None:
     assert acceptance.own_target.run(subject, LEAST).verdict == PASSED
 
 
-def test_a_bias_counts_too() -> None:
-    layer = SimpleNamespace(bias=torch.zeros(2))
-    assert not list(acceptance.stored_tensors(layer)), "data classes only"
-    norm, bias = torch.ones(2), torch.zeros(3)
-    empty = QuantTensor("fp32", (1, 2), {"weight": torch.ones(1, 2)})
-    weights = LayerWeights(norm, (empty, empty), bias, None, None, empty, None, norm, empty, None, empty, None)
-    names = [name for name, _ in acceptance.stored_tensors(weights)]
-    assert "weights.qkv_bias" in names and "weights.qkv.1.parts.weight" in names and len(names) == 8
-
-
 def test_a_users_store_is_left_alone(pair: Pair, tmp_path: Path) -> None:
     store = tmp_path / "store"
     suffix = SpecConfig("suffix", options={"store": str(store)})
@@ -317,15 +258,12 @@ def test_nothing_leaks_where_nothing_ran(pair: Pair) -> None:
     assert [r.status for r in alone.results] == [PASSED, NOT_SHOWN]
     assert alone.passed
     assert alone.verdict == NOT_SHOWN == alone.as_dict()["verdict"]
-    assert "times emptied: 0, at least 1 are needed" in render(alone.as_dict())
 
 
 def test_a_part_is_not_the_whole(certificate: suite.Certificate) -> None:
     assert certificate.verdict == PASSED
     part = replace(certificate, results=certificate.results[:3])
     assert part.passed and part.verdict == IN_PART
-    text = render(part.as_dict())
-    assert "These checks passed" in text and "Speculation changed nothing" not in text
 
 
 # --- the record and the page ---
@@ -346,44 +284,6 @@ def test_the_record_is_a_record(certificate: suite.Certificate, tmp_path: Path) 
         schemas.check(found)
 
 
-class Page(HTMLParser):
-    """Collects tags with their attributes, and fails on tags that do not match."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def page_of(found: dict[str, Any]) -> tuple[str, Page]:
-    text = render(found)
-    page = Page()
-    page.feed(text)
-    page.close()
-    assert not page.open
-    return text, page
-
-
-def test_the_page_needs_nothing_else(certificate: suite.Certificate) -> None:
-    text, page = page_of(certificate.as_dict())
-    assert "http" not in text and "//" not in text and "@import" not in text and "url(" not in text
-    assert not page.tags & {"script", "link", "img", "iframe"}
-    assert not {name for name, _ in page.attributes} & {"src", "href"}
-    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-    assert text.index("Speculation changed nothing") < text.index("<h2>Checks</h2>")
-    assert all(r.check.name in text for r in certificate.results)
-
-
 def test_the_page_shows_what_differs_and_no_markup_of_texts(pair: Pair, certificate: suite.Certificate) -> None:
     found = Found({"texts": 1}, {"differing_texts": 1})
     found.add("prompt 0: token 3", "<script>alert(1)</script>", "a & b")
@@ -391,8 +291,8 @@ def test_the_page_shows_what_differs_and_no_markup_of_texts(pair: Pair, certific
     result = run_check(bad, subject_of(pair), LEAST)
     failed = replace(certificate, results=[*certificate.results, result])
     assert not failed.passed
-    text, _ = page_of(failed.as_dict())
-    assert "Not lossless" in text and "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
+    text = render(failed.as_dict())
+    assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
 
 
 # --- the alarm ---
@@ -444,12 +344,6 @@ def test_first_guesses_are_counted_as_they_are_checked(pair: Pair) -> None:
 
 
 # --- the command ---
-
-
-def test_efforts() -> None:
-    assert Effort.parse("full").of(1000, 5) == 1000
-    assert Effort.parse("0.5").of(1000, 5) == 500
-    assert Effort.parse("quick").of(1000, 5) == 5
 
 
 @pytest.mark.parametrize(

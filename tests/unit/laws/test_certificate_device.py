@@ -21,7 +21,7 @@ from sameseed.laws.subject import Subject
 from sameseed.measure import certificate as suite
 from sameseed.measure.certificate_page import render
 from sameseed.models.loader import load_model
-from sameseed.ops import Ops, RowSource, devices, reference
+from sameseed.ops import Ops, RowSource, reference
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme, QuantTensor
 from sameseed.tokenizer import Tokenizer
@@ -87,11 +87,6 @@ def test_every_check_runs_where_the_models_are(
     assert found["config"]["device"] == name and found["config"]["backend"] == "reference"
     text = render(found)
     assert f"backend reference, device {name}" in text
-
-
-def test_the_page_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, number {device.index or 0}")
-    assert devices.title("cuda:1") == "a GPU, number 1" and devices.title("cpu") is None
 
 
 def test_a_backend_that_is_off_is_told(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

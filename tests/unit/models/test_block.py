@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures_block import LAYOUTS, parsed, plain_block, random_block, raw_config, saved_by_speculators
-from fixtures_eagle import write_head
+from fixtures_block import LAYOUTS, parsed, plain_block, raw_config, saved_by_speculators
+from fixtures_eagle import random_head, write_head
 from fixtures_models import backends
 from lawkit import MODEL_VOCAB, write_model
 from torch import Tensor
@@ -56,7 +56,7 @@ def made(root: Path, kind: str) -> tuple[Path, BlockConfig, dict[str, Tensor]]:
     layout, changes, drop = KINDS[kind]
     raw = raw_config(layout, MODEL_VOCAB, [0, 2], **changes)
     config = parsed(raw)
-    tensors = {n: t for n, t in random_block(config, 3).items() if n not in drop}
+    tensors = {n: t for n, t in random_head(config, 3).items() if n not in drop}
     spare = {"confidence_head.proj.weight": torch.zeros(1, 8)} if layout == "DeepSpec" else {}
     return write_head(root, raw, tensors | spare), config, tensors
 
@@ -94,7 +94,7 @@ def test_a_folder_that_speculators_wrote(target: Llama, tmp_path: Path, kind: st
     raw = saved_by_speculators(kind, MODEL_VOCAB, [0, 2], model_type, size)
     config = parsed(saved_by_speculators(kind, MODEL_VOCAB, [0, 2], "qwen3", size))
     dropped = BORROWED if size == MODEL_VOCAB else BORROWED[:1]
-    w = {n: t for n, t in random_block(config, 3).items() if n not in dropped}
+    w = {n: t for n, t in random_head(config, 3).items() if n not in dropped}
     spare = {"t2d": torch.zeros(MODEL_VOCAB, dtype=torch.bool)} if "d2t" in w else {}
     if kind == "dspark":
         spare |= {"confidence_head.proj.weight": torch.zeros(1, 38), "confidence_head.proj.bias": torch.zeros(1)}
@@ -172,6 +172,6 @@ def test_what_changes_the_arithmetic_is_refused(tmp_path: Path, layout: str, cha
 def test_a_head_for_another_target(target: Llama, tmp_path: Path, changes: Any, error: Any, said: str) -> None:
     changes = dict(changes)
     raw = raw_config("dspark", changes.pop("tokens", MODEL_VOCAB), [0, 2]) | changes
-    write_head(tmp_path, raw, random_block(parsed(raw)))
+    write_head(tmp_path, raw, random_head(parsed(raw)))
     with pytest.raises(error, match=said):
         load_head(tmp_path, target, target.ops)

@@ -25,8 +25,6 @@ from sameseed.models.loader import read_config
 from sameseed.models.save import save_quantized
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
-LAYER0 = "model.layers.0"
-
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:

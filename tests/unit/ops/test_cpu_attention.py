@@ -155,14 +155,6 @@ def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
         assert got[i][sound].equal(codes[sound])
 
 
-@pytest.mark.parametrize("name", FOUR_BITS)
-def test_a_width_that_no_head_has_is_refused(name):
-    layer = empty_layer(name, 4, 1, 1, 32)
-    broken = KVLayer(name, layer.k[..., :1].contiguous(), layer.v[..., :1].contiguous(), layer.k_scale, layer.v_scale)
-    with pytest.raises(ValueError, match="no head dimension"):
-        cpu.move_kv(broken, torch.tensor([0]), torch.tensor([1]))
-
-
 # --- what is read ---
 
 
@@ -241,21 +233,6 @@ def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
 
 @every_isa
 @every_kv_format
-def test_one_row_over_a_long_context(isa, name):
-    """8k keys: several threads share the blocks and give the bits of one thread."""
-    p = make_pass([Part(8191, 1)], name, heads=3, kv_heads=1, dim=16, block_size=16)
-    with instructions(isa):
-        walked = cpu.attention(p.q, p.layer, p.batch, 0.4)
-        for count in (2, 3):
-            with threads(count):
-                assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
-    assert near(walked, p, 0.4)
-    with instructions("portable"):
-        assert cpu.attention(p.q, p.layer, p.batch, 0.4).equal(walked)
-
-
-@every_isa
-@every_kv_format
 @pytest.mark.parametrize("window", [None, 1200])
 def test_the_order_of_a_walk_leaves_no_trace(isa, name, window):
     """Long sequences, whose keys are read in different orders.
@@ -271,19 +248,6 @@ def test_the_order_of_a_walk_leaves_no_trace(isa, name, window):
         one = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
         with threads(16):
             assert cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(one)
-
-
-@pytest.mark.parametrize("window", [None, 300, 1])
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_blocks_are_shared_among_threads_without_a_trace(count, window):
-    """A chain, a tree across the border of a block, a chunk of a prompt and a short sequence, in few tiles."""
-    parts = [Part(1500, 1, [-1, 0, 1]), Part(510, 2, [-1, -1, 0, 0, 3, 1]), Part(700, 9), Part(3, 1)]
-    for some in (parts[:1], parts[1:2], parts[2:3], parts):
-        p = make_pass(some, "int8", heads=2, kv_heads=1, dim=32, block_size=16)
-        walked = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
-        assert near(walked, p, 0.2, window)
-        with threads(count):
-            assert all(cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(walked) for _ in range(5))
 
 
 @every_isa
@@ -320,14 +284,6 @@ def test_the_largest_sums_fit(isa):
         scales.fill_(1.0)
     with instructions(isa):
         assert cpu.attention(p.q.fill_(-3.0), p.layer, p.batch, 1.0).sub(127).abs().max() < 1e-4
-
-
-@every_isa
-def test_values_of_zero_give_zero(isa):
-    p = make_pass([Part(40, 3)], "int8_a8", heads=4, kv_heads=2, dim=32)
-    p = replace(p, layer=replace(p.layer, v_scale=p.layer.v_scale * 0))
-    with instructions(isa):
-        assert (cpu.attention(p.q, p.layer, p.batch, 0.2) == 0).all()
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -27,7 +27,7 @@ from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
-CPU_ONLY = ("test_chains.py", "test_graphs.py", "test_model.py", "test_rounds.py")
+CPU_ONLY = ("test_chains.py", "test_graphs.py", "test_rounds.py")
 PREPARED = ("attention", "kv", "linear", "rows", "sampling", "rounds", "wide")
 
 

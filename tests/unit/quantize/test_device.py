@@ -96,19 +96,3 @@ def test_methods_that_learn_from_text_run_there(
     assert len(computed) == 7 and all(computed)
     for a, b in zip(here.quantization["modules"], there.quantization["modules"], strict=True):
         assert b["module"] == a["module"] and b["relative"] == pytest.approx(a["relative"], rel=0.02)
-
-
-def test_a_budget_is_measured_there(plan: QuantizePlan, away: str, tmp_path: Path) -> None:
-    asked = replace(plan, budget=6.0, candidates=("w4a16-g32", "w8a16"))
-    here = quantize(replace(asked, out=tmp_path / "here"))
-    there = quantize(replace(asked, out=tmp_path / "there", device=away))
-    assert [m["scheme"] for m in there.quantization["modules"]] == [m["scheme"] for m in here.quantization["modules"]]
-    assert there.quantization["predicted_loss"] == pytest.approx(here.quantization["predicted_loss"], rel=0.01)
-
-
-def test_a_device_that_is_not_here_is_refused_first(plan: QuantizePlan, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
-        quantize(replace(plan, model=str(tmp_path / "no such model"), device="gpu"))
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match=r"no CUDA GPU here.*--device cpu"):
-            quantize(replace(plan, model=str(tmp_path / "no such model"), device="cuda"))

@@ -138,29 +138,6 @@ def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing: Pair, monkeypat
     assert texts(run(engine, PROMPTS, PLAIN)) == plain and not engine.metrics.num_draft_tokens
 
 
-def test_whoever_looks_at_an_unread_draft_gets_it(choosing: Pair) -> None:
-    engine, seen = make_engine(choosing, "draft_model", 3), []
-    propose = engine.drafter.propose
-
-    def looked(seqs: Any, num_draft: Any) -> Any:
-        draft = propose(seqs, num_draft)
-        read = draft.read()
-        seen.append((isinstance(draft, LateDraft), read.confidence, min(read.tokens.tolist(), default=0)))
-        return read
-
-    engine.drafter.propose = looked  # type: ignore[method-assign]
-    run(engine, PROMPTS, PLAIN)
-    assert any(late for late, *_ in seen) and all(least != UNKNOWN for *_, least in seen)
-
-
-def test_drawn_sorts_steps_by_sequence() -> None:
-    drawn = Drawn([1, 3, 2])
-    for tokens in ([10, 20, 30], [21, 31], [22]):
-        drawn.add(torch.tensor(tokens, dtype=torch.int32))
-    assert drawn.last(1).tolist() == [20, 30] and drawn.last(2).tolist() == [21]
-    assert [[t for t, _ in own] for own in drawn.read()] == [[10], [20, 21, 22], [30, 31]]
-
-
 def test_late_tokens_go_where_tokens_are_unknown() -> None:
     batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
     late = torch.tensor([8, 9], dtype=torch.int32)

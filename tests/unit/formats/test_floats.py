@@ -1,8 +1,9 @@
-"""fp8: all 256 codes of both kinds, rounding and saturation; scales per row."""
+"""Float formats: the bits of IEEE 754, all codes of fp8 and mxfp4, their scales and what rounds to them."""
 
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
@@ -12,7 +13,51 @@ from hypothesis import given, strategies as st
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._fp8 import choose
-from sameseed.scheme import QuantArgs, QuantScheme
+from sameseed.formats.mxfp4 import TABLE, to_e8m0
+from sameseed.scheme import DENSE, QuantArgs, QuantScheme
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def through(name: str, value: float) -> float:
+    fmt = scheme.get(name)
+    return fmt.decode(fmt.encode(torch.tensor([[value]]))).item()
+
+
+@given(floats)
+def test_fp32_keeps_every_bit(value):
+    assert struct.pack("<f", through("fp32", value)) == struct.pack("<f", value)
+
+
+def bf16_by_hand(value: float) -> int:
+    """The upper half of the float32 bits, rounded to nearest, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+@given(floats)
+def test_bf16_rounds_to_nearest_even(value):
+    q = scheme.get("bf16").encode(torch.tensor([[value]]))
+    assert q.parts["weight"].view(torch.int16).item() & 0xFFFF == bf16_by_hand(value)
+
+
+@given(st.floats(-65504, 65504, width=32))
+def test_fp16_is_ieee_half(value):
+    assert through("fp16", value) == struct.unpack("<e", struct.pack("<e", value))[0]
+
+
+def test_a_weight_beyond_fp16_is_refused_instead_of_becoming_infinite():
+    scheme.get("fp16").encode(torch.tensor([[65504.0, -65504.0]]))
+    with pytest.raises(ConfigError, match=r"use bf16"):
+        scheme.get("fp16").encode(torch.tensor([[1.0, -70000.0]]))
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+def test_auto_keeps_what_the_checkpoint_stores(dtype):
+    weight = torch.randn(3, 8).to(dtype)
+    q = QuantScheme().encode(weight)
+    assert q.format == DENSE[dtype] and q.parts["weight"].equal(weight)
+
 
 KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 57344.0, torch.float8_e5m2)}
 every_kind = pytest.mark.parametrize("name", KINDS)
@@ -39,18 +84,6 @@ def test_all_codes(name):
     got = scheme.get(name).decode_kv(codes[:, None], torch.ones(256))[:, 0]
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got, codes.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
-
-
-@every_kind
-@given(st.floats(-1, 1, width=32))
-def test_rounding_is_to_the_nearest_and_never_beyond(name, share):
-    exponent_bits, mantissa_bits, largest, _ = KINDS[name]
-    value = share * largest
-    codes, scales = scheme.get(name).encode_kv(torch.tensor([[[value, largest]]]))
-    got = scheme.get(name).decode_kv(codes, scales)[0, 0, 0].item()
-    known = [by_hand(c, exponent_bits, mantissa_bits) for c in range(256)]
-    exact = torch.tensor(value).item()
-    assert abs(got - exact) == min(abs(k - exact) for k in known if math.isfinite(k))
 
 
 @every_kind
@@ -146,3 +179,76 @@ def test_the_chooser_takes_e5m2_only_for_a_wide_range():
         assert QuantScheme.parse("fp8-auto").encode(weight).format == name
         assert QuantScheme.parse("fp8-a8-auto").settled(weight) == QuantScheme(name, activations="fp8")
     assert choose(torch.zeros(2, 8))[0] == "fp8_e4m3"
+
+
+MXFP4 = scheme.get("mxfp4")
+
+
+def by_hand_of_e2m1(code: int) -> float:
+    """The value of an e2m1 code (OCP MX 1.0, 5.3.3): bias 1, one bit of mantissa, no infinity and no NaN."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -size if sign else size
+
+
+def test_all_codes_of_e2m1():
+    assert TABLE.tolist() == [by_hand_of_e2m1(c) for c in range(16)]
+
+
+def test_all_scales():
+    scales = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
+    scales[255] = torch.nan
+    assert to_e8m0(scales.to(torch.bfloat16)).equal(torch.arange(256, dtype=torch.uint8))
+
+
+def test_ties_go_to_the_even_code():
+    row = torch.zeros(1, 32)
+    halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    row[0, :7], row[0, 7:14], row[0, 14] = torch.tensor(halfway), -torch.tensor(halfway), 6.0
+    codes = MXFP4.encode(row).parts["codes"][0]
+    assert codes[:7].tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert codes[7:14].tolist() == [0, 10, 10, 12, 12, 14, 14]  # rounding never gives a negative zero
+    row[0, :7] += 1e-6
+    assert MXFP4.encode(row).parts["codes"][0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("absmax", [1.0, 1.99, 2.0, 6.0, 6.1, 7.99, 8.0, 1e-20, 3e38, 2.0**-100])
+def test_scales_are_the_specification_s(absmax):
+    """Section 6.3: the largest power of two not above absmax, divided by that of e2m1 (4); beyond 6 it saturates."""
+    row = torch.zeros(1, 32)
+    row[0, 3] = absmax
+    q = MXFP4.encode(row)
+    exact = torch.tensor(absmax).double()
+    power = 2.0 ** torch.floor(torch.log2(exact))
+    assert q.parts["scales"].double().item() == power / 4
+    steps = min(exact / (power / 4), 6.0)
+    nearest = min(TABLE.tolist(), key=lambda v: abs(v - steps))
+    assert MXFP4.decode(q)[0, 3].item() == nearest * power / 4
+
+
+def test_better_scales_never_err_more():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    plain, better = (MXFP4.encode(weight, QuantArgs(32, variant=v)) for v in (None, "mse"))
+    errors = [(MXFP4.decode(q) - weight).view(64, 8, 32).square().sum(-1) for q in (plain, better)]
+    assert (errors[1] <= errors[0]).all() and errors[1].sum() < 0.97 * errors[0].sum()
+    ratio = better.parts["scales"].float() / plain.parts["scales"].float()
+    assert sorted(ratio.unique().tolist()) == [1.0, 2.0]
+
+
+def test_zeros_and_what_is_no_number():
+    weight = torch.zeros(3, 32)
+    weight[1, 5], weight[2, 5] = torch.nan, -torch.inf
+    q = MXFP4.encode(weight)
+    decoded = MXFP4.decode(q)
+    assert (decoded[0] == 0).all() and decoded[1:].isnan().all()
+    assert MXFP4.checkpoint("x", q)["x.weight_scale"].flatten().tolist() == [0, 255, 255]
+
+
+def test_checkpoint_layout():
+    q = MXFP4.encode(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
+    tensors = MXFP4.checkpoint("x", q)
+    codes = q.parts["codes"]
+    assert tensors["x.weight_packed"].equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first code is in the low half
+    assert tensors["x.weight_scale"].shape == (4, 2) and tensors["x.weight_scale"].dtype == torch.uint8
+    with pytest.raises(ConfigError, match="rows of 40, no multiple of 32"):
+        MXFP4.checkpoint("x", MXFP4.encode(torch.ones(2, 40)))

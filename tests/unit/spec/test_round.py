@@ -1,19 +1,79 @@
-"""verify on scripted drafts: accepted tokens and nodes, and what the counters say."""
+"""A round: drafts and their trees, the walk of verify, and the step that joins them."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures_device import pretended_device
+from lawkit import Pair, make_engine
 from torch import Tensor
 
-from sameseed.request import SamplingParams, Sequence, SpecMetrics
+from sameseed import LLM
+from sameseed.drafters._chains import ChainDrafter
+from sameseed.errors import ConfigError
+from sameseed.request import FinishReason, SamplingParams, Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
+from sameseed.spec.drafter import Drafter, NoDrafter, Span
 from sameseed.spec.sampling import FAILED, drawable, drawer, noise_key
+from sameseed.spec.step import decode_step
 from sameseed.spec.verify import Verified, on_host, verify
+
+
+def test_a_chain_is_a_thin_tree() -> None:
+    draft = Draft.chains([[4, 5], [], [6]])
+    assert draft.tokens.tolist() == [4, 5, 6]
+    assert draft.parents.tolist() == [-1, 0, -1]
+    assert draft.offsets.tolist() == [0, 2, 2, 3]
+    assert draft.num_seqs == 3
+    assert [draft.count(b) for b in range(3)] == [2, 0, 1]
+    assert draft.nodes(0) == ([4, 5], [-1, 0])
+    assert draft.nodes(1) == ([], [])
+    assert draft.tokens.dtype == draft.parents.dtype == draft.offsets.dtype == np.int32
+
+
+def test_empty() -> None:
+    assert Draft.empty(2).offsets.tolist() == [0, 0, 0]
+    assert Draft.empty(0).num_seqs == 0
+
+
+def test_confidence_is_flat() -> None:
+    draft = Draft.chains([[4, 5], [6]], [[0.9, 0.5], [0.25]])
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == pytest.approx([0.9, 0.5, 0.25])
+
+
+def test_levels_stay_with_their_nodes() -> None:
+    draft = Draft.trees([([4, 5, 6], [-1, 0, -1]), ([7], [-1])], levels=[[2, 1, 0], [1]])
+    assert draft.node_levels(0) == [2, 1, 0]
+    assert draft.kept([[0, 2], None]).node_levels(0) == [2, 0]
+    assert draft.shallow([1, 1]).node_levels(0) == [2, 0]
+    assert draft.shallow([1, 0]).node_levels(1) == []
+    assert Draft.chains([[4, 5], []]).node_levels(0) == [0, 0]
+
+
+def test_limits() -> None:
+    Draft.trees([([1] * 64, [-1] * 64)])
+    with pytest.raises(ConfigError, match="65 nodes; at most 64"):
+        Draft.chains([[1] * 65])
+    for parents in ([0], [-1, 1], [-1, 2, 0], [-2]):
+        with pytest.raises(ConfigError, match="parents must come before"):
+            Draft.trees([([1] * len(parents), parents)])
+
+
+def test_nothing_follows_a_token_that_ends_a_text() -> None:
+    draft = Draft.trees(
+        [([5, 2, 6, 7], [-1, 0, 0, 1]), ([5, 2, 6], [-1, 0, 1])], [[0.9, 0.5, 0.4, 0.3], [0.9, 0.8, 0.7]]
+    )
+    cut = draft.ended([{2}, set()])
+    assert [cut.nodes(b) for b in range(2)] == [([5, 2, 6], [-1, 0, 0]), ([5, 2, 6], [-1, 0, 1])]
+    assert cut.confidence is not None and cut.confidence.tolist() == pytest.approx([0.9, 0.5, 0.4, 0.9, 0.8, 0.7])
+    assert draft.ended([{9}, {8}]) is draft
+
 
 V = 10
 
@@ -64,6 +124,11 @@ def test_of_duplicate_siblings_the_first_is_followed() -> None:
     # Both twins have the same logits, since their prefixes are equal. Their children differ.
     assert check(draft, after(4, 5, 5, 7, 8)).nodes == [[0, 2]]
     assert check(draft, after(4, 6, 6, 7, 8)) == Verified([[4, 6]], [[0]], [[]], [False])
+
+
+def test_scripted_tokens_are_taken_whatever_the_logits_say() -> None:
+    seq = Sequence(0, [1], SamplingParams(), 0, script=(1, 4, 5))
+    assert verify(Draft.chains([[4, 5]]), after(9, 9, 7), [seq], [True]).tokens == [[4, 5, 7]]
 
 
 def test_ragged_batch() -> None:
@@ -165,3 +230,96 @@ def test_the_request_alone_decides_who_chooses() -> None:
     assert not drawable(Sequence(0, [1], SamplingParams(), 0, script=(1, 2)))
     seq = Sequence(0, [1, 2], SamplingParams(temperature=0.5, min_p=0.1), 9)
     assert drawer(seq, 3) == (noise_key(9, 5), 0.5, math.log(0.1), False, 0, 1.0)
+
+
+class Recorder(Drafter):
+    """Drafts one fixed chain and records what it is told."""
+
+    captures = (0, 1)
+
+    def __init__(self, chain: list[int]) -> None:
+        self.chain = chain
+        self.asked: list[list[int]] = []
+        self.seen: list[tuple[list[Span], Any]] = []
+
+    def propose(self, seqs: Any, num_draft: Any) -> Draft:
+        self.asked.append(list(num_draft))
+        return Draft.chains([self.chain[:k] for k in num_draft])
+
+    def observe(self, seqs: Any, spans: Any, hidden: Any) -> None:
+        self.seen.append((list(spans), hidden))
+
+
+def test_observe_tells_what_became_certain(pair: Pair) -> None:
+    engine = make_engine(pair)
+    runner = engine.runner
+    truth = Sequence(0, [5, 6, 7], SamplingParams(), 0)
+    runner.blocks.reserve(truth, 40)
+    while truth.num_output < 4:
+        decode_step(runner, NoDrafter(), [truth], [truth.num_pending], [0])
+    first, second, third = truth.output_token_ids[:3]
+    drafter = Recorder([second, third, (truth.output_token_ids[3] + 1) % 300])
+    runner.captures = drafter.captures
+    seqs = [Sequence(1, [5, 6, 7], SamplingParams(), 0), Sequence(2, [9] * 10, SamplingParams(), 0)]
+    for seq in seqs:
+        runner.blocks.reserve(seq, 40)
+    times = TimeSplit()
+    decode_step(runner, drafter, seqs, [3, 4], [0, 0], times)
+    assert drafter.asked == [], "nothing to draft: the drafter is not asked"
+    assert seqs[0].token_ids == [5, 6, 7, first]
+    assert seqs[1].num_output == 0, "a chunk decides nothing"
+    draft, result = decode_step(runner, drafter, seqs, [1, 4], [3, 0], times)
+    assert draft.offsets.tolist() == [0, 3, 3]
+    assert result.tokens == [[second, third, truth.output_token_ids[3]], []]
+    assert result.nodes == [[0, 1], []]
+    assert drafter.asked == [[3, 0]]
+    assert drafter.seen[0][0] == [Span(0, 3), Span(0, 4)]
+    assert drafter.seen[1][0] == [Span(3, 6, 3), Span(4, 8, 0)]
+    width = 2 * pair.target.config.hidden_size
+    assert [h.shape for _, h in drafter.seen] == [(7, width), (7, width)]
+    assert [seq.num_cached for seq in seqs] == [6, 8]
+    assert min(times.draft, times.target, times.verify) > 0
+    # The hidden states of accepted rows are those of a prefill.
+    fresh = Sequence(3, seqs[0].token_ids[:6], SamplingParams(), 0)
+    runner.blocks.reserve(fresh, 6)
+    decode_step(runner, drafter, [fresh], [6], [0])
+    whole = drafter.seen[-1][1]
+    assert torch.equal(whole[3:], drafter.seen[1][1][:3])
+
+
+def test_what_a_drafter_reads_is_time_of_drafting(pair: Pair) -> None:
+    engine, times = make_engine(pair), TimeSplit()
+    seq, drafter = Sequence(0, [5, 6, 7], SamplingParams(), 0), Recorder([8])
+    engine.runner.blocks.reserve(seq, 9)
+    drafter.observe = lambda *_: time.sleep(0.1)  # type: ignore[method-assign]
+    decode_step(engine.runner, drafter, [seq], [3], [1], times)
+    assert times.draft >= 0.1
+
+
+def test_plain_decoding_is_an_empty_draft(pair: Pair) -> None:
+    assert NoDrafter().propose([Sequence(0, [1], SamplingParams(), 0)] * 3, [4, 4, 4]).offsets.tolist() == [0] * 4
+
+
+def test_nothing_is_checked_after_a_token_that_ends_the_text(pair: Pair) -> None:
+    engine = make_engine(pair)
+    runner = engine.runner
+    eos = runner.model.config.eos_token_ids[0]
+    settings = [SamplingParams(), SamplingParams(ignore_eos=True), SamplingParams(stop_token_ids=(8,))]
+    seqs = [Sequence(i, [5, 6, 7], params, 0) for i, params in enumerate(settings)]
+    for seq in seqs:
+        runner.blocks.reserve(seq, 40)
+    draft, _ = decode_step(runner, Recorder([8, eos, 9, 10]), seqs, [3, 3, 3], [4, 4, 4])
+    assert [draft.nodes(b)[0] for b in range(3)] == [[8, eos], [8, eos, 9, 10], [8]]
+
+
+def test_a_chain_ends_with_its_text() -> None:
+    """The embedded draft writes the end of an answer, and no pass of it follows."""
+    llm = LLM("embedded", draft="embedded-draft", num_draft_tokens=24, policy="fixed")
+    passes: list[int] = []
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, ChainDrafter)
+    forward = drafter.runner.forward
+    drafter.runner.forward = lambda *args, **more: (passes.append(1), forward(*args, **more))[1]  # type: ignore[method-assign]
+    done = llm.chat([{"role": "user", "content": "What is 23 + 45?"}], SamplingParams(max_tokens=200))
+    assert done.finish_reason is FinishReason.STOP
+    assert len(passes) <= len(done.token_ids) + 2 * done.metrics.spec.num_rounds

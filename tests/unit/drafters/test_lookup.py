@@ -1,4 +1,4 @@
-"""The suffix drafter against searches of whole texts: what is found, its scores, and which tenants share texts."""
+"""Drafters that look up: n-grams and suffixes, against searches of whole texts; the store of past texts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,48 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from lawkit import Pair, make_engine, random_prompts, run
 
 from sameseed.drafters._history import History
 from sameseed.drafters._store import TextStore
+from sameseed.drafters.ngram import NgramDrafter
 from sameseed.drafters.suffix import SuffixDrafter
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams, Sequence
+
+
+def by_hand(tokens: list[int], low: int, high: int, count: int) -> list[int]:
+    """The continuation of the latest earlier occurrence of the longest suffix; it may read on into its own copy."""
+    for n in range(min(high, len(tokens) - 1), low - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                text = list(tokens)
+                for i in range(count):
+                    text.append(text[end + i])
+                return text[len(tokens) :]
+    return []
+
+
+@given(
+    start=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    grown=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6),
+    low=st.integers(1, 3),
+    more=st.integers(0, 3),
+    count=st.integers(1, 8),
+)
+@example(start=[1, 1], grown=[], low=1, more=0, count=3)
+@example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1)  # the latest occurrence wins
+@example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1)  # the longest suffix wins
+def test_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, count: int) -> None:
+    drafter = NgramDrafter(NgramDrafter.Options(max_ngram=low + more, min_ngram=low))
+    seq = Sequence(0, start, SamplingParams(), 0)
+    for new in [[], *grown]:
+        seq.token_ids += new
+        draft = drafter.propose([seq], [count])
+        assert draft.tokens.tolist() == by_hand(seq.token_ids, low, low + more, count)
+        assert draft.parents.tolist() == list(range(-1, len(draft.tokens) - 1))
+
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=5)
 
@@ -126,17 +160,6 @@ def test_a_live_sequence_is_nobody_elses_business() -> None:
     assert not len(drafter.propose([sequence([11, 12, 13], 2)], [3]).tokens)
 
 
-def test_memory_of_many_tenants_is_bounded() -> None:
-    drafter = options(past="tenant", max_tokens=100)
-    for i in range(50):
-        ended(drafter, [i, *STORY], i, f"tenant{i}")
-    assert sum(h.num_tokens for h in drafter._past.values()) <= 100 + len(STORY) + 1
-    assert len(drafter._past) < 20
-    assert drafter._num_past == sum(h.num_tokens for h in drafter._past.values())
-    drafter.propose([sequence([1, 2, 3], 99, "new")], [3])
-    assert "new" not in drafter._past, "who has ended nothing has nothing here"
-
-
 def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
     """The same requests again: with the first run's texts in memory, nearly all tokens are guessed."""
     prompts = random_prompts(3, seed=5)
@@ -184,13 +207,6 @@ def test_a_store_cut_off_keeps_what_is_whole(tmp_path: Path, cut: int) -> None:
     assert store.read() == [[1, 2]]
     store.append([5])
     assert store.read() == [[1, 2], [5]]
-
-
-def test_a_text_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
-    store = TextStore(tmp_path / "t", 10, 50)
-    store.append([1, 2])
-    store.append(list(range(30)))
-    assert store.read() == TextStore(tmp_path / "t", 10, 50).read() == [list(range(20, 30))]
 
 
 def test_requests_outlive_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,193 @@
+"""Settings: fields of dataclasses, the configuration, and a request's parameters, with their ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from sameseed import fields
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_options
+from sameseed.errors import ConfigError, RequestError, SameseedError
+from sameseed.request import MAX_SEED, SamplingParams
+
+
+@dataclass(frozen=True)
+class Part:
+    steps: int
+    rate: float = 0.5
+
+
+@dataclass(frozen=True)
+class Whole:
+    """`part` is required; everything else has a default."""
+
+    part: Part
+    name: str = "x"
+    parts: tuple[Part, ...] = ()
+    words: tuple[str, ...] = ()
+    share: float | None = None
+    fast: bool = False
+    more: Mapping[str, object] = field(default_factory=dict)
+
+
+def test_a_table_becomes_the_dataclass() -> None:
+    data = {"part": {"steps": 3, "rate": 1}, "parts": [{"steps": 1}], "words": ["a"], "share": 1, "more": {"a": [1]}}
+    whole = fields.parse(Whole, data)
+    assert whole == Whole(Part(3, 1.0), parts=(Part(1),), words=("a",), share=1.0, more={"a": [1]})
+    assert type(whole.part.rate) is type(whole.share) is float
+    assert fields.parse(Whole, {"part": Part(1), "share": None}) == Whole(Part(1))
+
+
+def test_a_whole_number_for_a_text_is_its_digits() -> None:
+    assert fields.parse(Whole, {"part": {"steps": 1}, "name": 2048}).name == "2048"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prat": {}}, r"^unknown option 'prat'; did you mean 'part'\? \(there are: part, name, "),
+        ({"part": {"steps": 1, "zzz": 1}}, r"^part: unknown option 'zzz' \(there are: steps, rate\)$"),
+        ({"part": {}}, "^part: option 'steps' is missing; add it$"),
+        ({}, "^option 'part' is missing"),
+        ({"part": 3}, "^part: expected a table, got 3$"),
+        ({"part": {"steps": "3"}}, "^part: option 'steps' must be of type int, got '3'$"),
+        ({"part": {"steps": True}}, "of type int, got True"),
+        ({"part": {"steps": 1.5}}, "of type int, got 1.5"),
+        ({"part": {"steps": 1, "rate": False}}, "of type float, got False"),
+        ({"part": Part(1), "name": True}, "option 'name' must be of type str, got True"),
+        ({"part": Part(1), "fast": 1}, "of type bool, got 1"),
+        ({"part": Part(1), "share": "all"}, "option 'share' must be of type float or none, got 'all'"),
+        ({"part": Part(1), "words": "ab"}, "option 'words' must be of type list, got 'ab'"),
+        ({"part": Part(1), "words": ["a", 1.5]}, r"option 'words\[1\]' must be of type str, got 1.5"),
+        ({"part": Part(1), "parts": [{}]}, r"^parts\[0\]: option 'steps' is missing"),
+        ({"part": Part(1), "more": [1]}, "option 'more' must be of type object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fields.parse(Whole, data)
+
+
+def test_an_error_says_where() -> None:
+    with pytest.raises(ConfigError, match=r"^a\.toml: part: unknown option 'step'; did you mean 'steps'"):
+        fields.parse(Whole, {"part": {"step": 1}}, "a.toml")
+    with pytest.raises(ConfigError, match=r"^a\.toml: option 'name' must be"):
+        fields.parse(Whole, {"part": Part(1), "name": None}, "a.toml")
+
+
+def test_values_given_to_the_class_itself_are_checked() -> None:
+    fields.check(Whole(Part(1), share=1))
+    for wrong in (Whole(Part(1), name=3), Whole(Part(1), share="1"), Whole(None)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            fields.check(wrong)
+
+
+BAD: list[tuple[type, str, list[object]]] = [
+    (CacheConfig, "block_size", [0, 1025]),
+    (CacheConfig, "num_blocks", [0]),
+    (SpecConfig, "num_draft_tokens", [-1, 65, 2.0, True]),
+    (SpecConfig, "confidence", [-0.1, math.nan]),
+    (EngineConfig, "max_num_rows", [0, 1]),
+    (EngineConfig, "max_num_seqs", [0, 10**6]),
+    (EngineConfig, "threads", [0]),
+    (EngineConfig, "max_model_len", [1, -5]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), BAD)
+def test_out_of_range(kind: type, name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=name):
+            kind(**{name: value})
+
+
+def test_edges_that_are_fine() -> None:
+    CacheConfig(block_size=1, num_blocks=1)
+    SpecConfig(num_draft_tokens=0, confidence=0)
+    SpecConfig(num_draft_tokens=64, confidence=1.0)
+    EngineConfig(max_num_rows=1, max_num_seqs=1, max_model_len=2, threads=1)
+
+
+def test_options_from_json() -> None:
+    assert parse_options('{"max_ngram": 4, "deep": {"a": [1]}}') == {"max_ngram": 4, "deep": {"a": [1]}}
+    for text in ("", "{", "max_ngram=4", "{'a': 1}"):
+        with pytest.raises(ConfigError, match="no JSON object"):
+            parse_options(text)
+    for text in ("[1]", "3", "null"):
+        with pytest.raises(ConfigError, match="must be a JSON object"):
+            parse_options(text)
+
+
+WRONG: dict[str, list[object]] = {
+    "temperature": [-0.1, math.nan, math.inf, 10**400, "1", True],
+    "top_p": [0.0, 1.01, math.nan],
+    "min_p": [-0.1, 2],
+    "top_k": [-2, 2.0],
+    "repetition_penalty": [0, -math.inf],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [math.nan],
+    "max_tokens": [0, 1.5],
+    "min_tokens": [-1, 129],
+    "n": [0, 129],
+    "seed": [-1, 2**63],
+    "logprobs": [101],
+    "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: math.inf}, {5: math.nan}],
+    "banned_token_ids": [(-1,)],
+    "stop_token_ids": [(1.0,)],
+    "stop": [("",), (5,)],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_out_of_range_of_request(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(RequestError, match=name.split("_token_ids")[0]) as caught:
+            SamplingParams(**{"max_tokens": 128, name: value})  # type: ignore[arg-type]
+        assert isinstance(caught.value, SameseedError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("allowed", [(), (1, 2)])
+def test_some_token_must_be_allowed(allowed: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match="no token"):
+        SamplingParams(allowed_token_ids=allowed, banned_token_ids=(2, 1, 3))
+
+
+def test_edges_that_are_fine_of_request() -> None:
+    for params in (
+        {"temperature": 0},
+        {"temperature": 1e-300},
+        {"top_p": 1, "min_p": 1, "top_k": -1},
+        {"seed": MAX_SEED},
+        {"seed": 0},
+        {"min_tokens": 4, "max_tokens": 4},
+        {"logit_bias": {5: -math.inf}},
+        {"presence_penalty": -2, "frequency_penalty": 2.0},
+        {"logprobs": 0, "n": 128},
+    ):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_what_is_given_loosely_is_kept_strictly() -> None:
+    stops = ["a", "b"]
+    params = SamplingParams(stop="END", stop_token_ids=[1, 2], allowed_token_ids=[3], logit_bias={1: 2})  # type: ignore[arg-type]
+    assert params.stop == ("END",)
+    assert params.stop_token_ids == (1, 2)
+    assert params.allowed_token_ids == (3,)
+    listed = SamplingParams(stop=stops)  # type: ignore[arg-type]
+    stops.append("c")
+    assert listed.stop == ("a", "b"), "a copy"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 1.0  # type: ignore[misc]
+    assert dataclasses.replace(params, temperature=0.5).stop == ("END",)
+
+
+def test_derived() -> None:
+    assert SamplingParams().greedy
+    assert not SamplingParams(temperature=1e-9).greedy
+    assert not SamplingParams(presence_penalty=0.0, repetition_penalty=1.0).has_penalties
+    for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
+        assert SamplingParams(**{name: value}).has_penalties  # type: ignore[arg-type]
