@@ -242,14 +242,21 @@ class EngineCost:
         return 1.0 if near is None else self.ratios[near]
 
     def prices(
-        self, contexts: Seq[int], num_rows: int, num_drafting: int, drafting_context: float, ratios: bool = True
+        self,
+        contexts: Seq[int],
+        num_rows: int,
+        num_drafting: int,
+        drafting_context: float,
+        ratios: bool = True,
+        draft: DraftCost | None = None,
     ) -> Prices:
         """Prices of a pass with `num_rows` known rows. One context per sequence; `num_drafting` of them get drafts.
 
         `drafting_context`: mean cached tokens of the sequences with drafts. `ratios`: apply the measured ratios?
+        `draft`: the cost of proposals, if it is not the usual one.
         """
         count = len(contexts)
-        start, step = self.draft.terms(num_drafting, drafting_context)
+        start, step = (draft or self.draft).terms(num_drafting, drafting_context)
         plain, (_, row) = self.gap.at(count, False), self.gap.terms(True)
         start += max(0.0, self.gap.at(count, True) - plain)
         slope = row + self.target.per_row * max(0.0, drafting_context - self.target.context)
@@ -257,13 +264,21 @@ class EngineCost:
         both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
         return Prices(self.target, count, num_rows, fixed, slope, start, step, *both)
 
-    def learn(self, round_: Round, steps: float, catching_up: bool, start: bool = False, settled: bool = False) -> None:
+    def learn(
+        self,
+        round_: Round,
+        steps: float,
+        catching_up: bool,
+        start: bool = False,
+        settled: bool = False,
+        draft: DraftCost | None = None,
+    ) -> None:
         """Learn from the times of a round; `steps`: drafting steps of its proposal.
 
         A proposal in which the drafter was `catching_up` is not learned from: later proposals do not repeat that. At
         the `start` a deviation is taken as the speed of the whole machine, so all model costs are scaled by it.
         `settled`: a plain round measured on purpose, with warm caches. It counts more in `ratios`, and may halve one at
-        once, since nothing makes such a round too fast by chance.
+        once, since nothing makes such a round too fast by chance. `draft`: the cost of such proposals, which learns.
         """
         times, num_seqs, num_nodes = round_.times, len(round_.seqs), sum(round_.num_draft)
         assert times is not None
@@ -272,7 +287,7 @@ class EngineCost:
         drafted, context = bool(asking), sum(asking) / max(1, len(asking))
         prompts = round_.num_rows > num_seqs + num_nodes
         if not (prompts or catching_up):
-            prices = self.prices(contexts, num_seqs, len(asking), context, ratios=False)
+            prices = self.prices(contexts, num_seqs, len(asking), context, False, draft)
             expected = prices.seconds(num_nodes, steps) if drafted else prices.plain
             took = times.whole
             key = (drafted, num_seqs.bit_length())
@@ -280,7 +295,7 @@ class EngineCost:
             weight, least = (SETTLED, 0.5) if settled else (LEARN, 0.8)
             self.ratios[key] = known + weight * (min(max(took / expected, least * known), 1.25 * known) - known)
         if drafted and not catching_up:
-            self.draft.learn(steps, len(asking), context, times.draft)
+            (draft or self.draft).learn(steps, len(asking), context, times.draft)
         self.gap.correct(num_seqs + num_nodes, drafted, times.verify + times.schedule)
         if round_.num_rows <= 2 * self.target.rows[-1]:
             extra = self.target.extra(contexts, [1 + n for n in round_.num_draft])

@@ -200,6 +200,10 @@ class Contexts:
             context.trim()
         return out
 
+    def num_read(self, seq: Sequence) -> int:
+        context = self._contexts.get(seq.seq_id)
+        return 0 if context is None else context.next
+
     def make_room(self, seqs: Seq[Sequence]) -> None:
         """If blocks run short, free those of sequences that do not run now; their rows are computed again later."""
         if self.runner.blocks.num_free * 4 >= self.runner.blocks.num_blocks:

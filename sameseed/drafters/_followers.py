@@ -84,6 +84,10 @@ class Followers:
         """The shadow's own sequence: the target's tokens, then drafted ones."""
         return self._shadows[seq.seq_id].seq
 
+    def num_read(self, seq: Sequence) -> int:
+        shadow = self._shadows.get(seq.seq_id)
+        return 0 if shadow is None else shadow.seq.num_cached
+
     def follow(self, seqs: Seq[Sequence], num_rows: Seq[int], keep: Seq[int] | None = None) -> list[int]:
         """Update the shadows to the target's tokens, with blocks for num_rows[b] more; indices of those that can draft.
 
@@ -136,7 +140,11 @@ class Followers:
 class Holding(Drafter):
     """Base of drafters whose only state per sequence is in `followers`."""
 
-    followers: Any  # its `rewind` and `release` forget tokens, or a sequence
+    must_read = True
+    followers: Any  # its `rewind` and `release` forget tokens, or a sequence; `num_read` is that of the drafter
+
+    def num_read(self, seq: Sequence) -> int:
+        return min(int(self.followers.num_read(seq)), len(seq))
 
     def rewind(self, seq: Sequence, length: int) -> None:
         self.followers.rewind(seq, length)

@@ -16,9 +16,10 @@ from torch import Tensor
 from sameseed.fields import within
 from sameseed.request import Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Below, Drafter, Parts, Span
+from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, Span
 
 MAX_BELOW = 64
+RECENT = 0.998  # decay per round of what is known about how many tokens lookups draft
 
 
 class FirstDrafter(Drafter):
@@ -37,20 +38,23 @@ class FirstDrafter(Drafter):
 
     num_below = (2, MAX_BELOW)
 
-    def __init__(self, options: Options, below: Seq[Below]) -> None:
+    def __init__(self, options: Options, below: Seq[Below], policy: LengthPolicy) -> None:
         self.options = options
+        self.policy = policy
         self.below = tuple(b.drafter for b in below)
         self._policies = tuple(b.policy for b in below)
         self.metrics = tuple(SpecMetrics() for _ in below)  # of each drafter's drafts
         self._starts = [0, *accumulate(len(d.level_names) for d in self.below)]  # first level number of each drafter
+        self._tokens, self._missed = 1.0, 1.0  # decided tokens, and those of them in rounds without a lookup's draft
         self._taken: dict[int, tuple[int, int]] = {}  # by sequence: index of the drafter, known tokens before the draft
         self.branches = any(d.branches for d in self.below)
+        self.must_read = all(d.must_read for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> FirstDrafter:
         assert isinstance(options, cls.Options)
-        return cls(options, parts.below)
+        return cls(options, parts.below, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]
@@ -61,6 +65,9 @@ class FirstDrafter(Drafter):
         for which, (d, policy) in enumerate(zip(self.below, self._policies, strict=True)):
             if not open_:
                 break
+            if d.must_read and which:  # a model that lookups spared a text may not be worth reading it for the rest
+                unread = {b: len(seqs[b]) - d.num_read(seqs[b]) for b in open_}
+                open_ = [b for b in open_ if self.policy.recovers(seqs[b], unread[b], self._missed / self._tokens)]
             asked = [0] * len(seqs)
             for b, k in zip(open_, policy.lengths([seqs[b] for b in open_]), strict=True):
                 asked[b] = min(num_draft[b], k if d.branches else min(k, seqs[b].draft_depth))
@@ -81,10 +88,14 @@ class FirstDrafter(Drafter):
         return Draft.trees(trees, sure, levels)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
+        self._tokens, self._missed = RECENT * self._tokens, RECENT * self._missed
         for seq, span in zip(seqs, spans, strict=True):
-            if seq.seq_id in self._taken:
-                which, num_known = self._taken.pop(seq.seq_id)
+            which, num_known = self._taken.pop(seq.seq_id, (-1, 0))
+            if which >= 0:
                 self.metrics[which].update(span.num_draft, span.end - num_known)
+            if seq.num_output > 1:
+                self._tokens += span.end - span.start
+                self._missed += (span.end - span.start) * (which < 0 or self.below[which].must_read)
         for d in self.below:
             own = hidden if d.captures else None
             if own is not None and d.captures != self.captures:
@@ -106,6 +117,9 @@ class FirstDrafter(Drafter):
         self._taken.pop(seq.seq_id, None)
         for d in self.below:
             d.release(seq)
+
+    def num_read(self, seq: Sequence) -> int:
+        return sum(d.num_read(seq) for d in self.below)
 
     @property
     def level_names(self) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def measure_rounds(runner: ModelRunner, drafter: Drafter, seconds: float = 2.0) 
     rng = random.Random(0)
     end = time.perf_counter() + max(seconds, min(PASSES * cost.target.at(MANY), MOST))
     for size in BATCHES:
-        if cost.target.at(FEW) < QUICK:  # a size's first rounds include one-time preparation
+        if size == BATCHES[0] or cost.target.at(FEW) < QUICK:  # a size's first rounds include one-time preparation
             _rounds(runner, drafter, EngineCost(cost.target), size, (LENGTHS[0],) * 2, rng, end)
         lengths = [k for k in LENGTHS for _ in range(REPEATS)]
         unseen, late, measured = _rounds(runner, drafter, cost, size, lengths, rng, end)

@@ -16,7 +16,7 @@ from sameseed.lengths.goodput import GoodputLength
 from sameseed.lengths.history import HistoryLength
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import LengthPolicy, Round
+from sameseed.spec.drafter import Drafter, LengthPolicy, Round
 from sameseed.tuned import Scope
 
 CALIBRATING = "sameseed.engine.calibrate"  # the tenant of requests that measure: nobody asked for their outputs
@@ -57,6 +57,14 @@ class RequestPolicies:
             return self.calibrate(measure)
         self._table = LearnedTable(self.default, key)
         self._table.begin(measure)
+
+    def follow(self, drafter: Drafter) -> None:
+        """Let the engine's policy count what `drafter` reads."""
+        if isinstance(self.default, GoodputLength):
+            self.default.drafter = drafter
+
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        return self.default.recovers(seq, unread, share)
 
     @property
     def uses_confidence(self) -> bool:

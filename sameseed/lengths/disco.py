@@ -71,6 +71,9 @@ class DiscoLength:
                 keep[b], self._nodes[seqs[b].seq_id] = kept, nodes.kept(kept)
         return draft if all(k is None for k in keep) else draft.kept(keep)
 
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        return True
+
     def update(self, round_: Round) -> None:
         self.acceptance.learn_round(round_, self._nodes)
         self._nodes = {}

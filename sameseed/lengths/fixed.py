@@ -34,6 +34,9 @@ class FixedLength:
     def release(self, seq: Sequence) -> None:
         return None
 
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        return True
+
     @property
     def uses_confidence(self) -> bool:
         return False

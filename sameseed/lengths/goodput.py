@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq, Set
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
@@ -24,7 +24,7 @@ from sameseed.lengths._budget import SHARE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
 from sameseed.lengths._search import Offers, alone, shared
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Round
+from sameseed.spec.drafter import Drafter, Round
 
 HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # fewest and most rounds for which a decision holds while the batch stays the same
 HOLD_SECONDS = 0.015  # seconds for which a decision should hold if rounds are short
@@ -45,7 +45,7 @@ FREE_STEP = 0.01  # share of a plain round's time below which a drafting step co
 LOOK_EVERY = 16  # one of so many rounds of rests is learned from, after the first so many
 FADE = 0.95  # decay of `_promise` per round, and of `_written` per ended sequence
 PROPOSALS_NEEDED = 8  # proposals after which the step cost in `_chains` is used
-FEW_UNSEEN = 8  # tokens up to which a drafter's catch-up is free: one that is asked now and then misses so many
+FEW_UNREAD = 8  # tokens of a text up to which reading is free: a drafter that is asked now and then misses so many
 _id = attrgetter("seq_id")
 POSSIBLE_SAVING = 0.3  # share of a plain round's time that drafting for all its sequences may save
 
@@ -73,14 +73,13 @@ class GoodputLength:
         self._without_states = False  # does the drafter get no hidden states in these?
         self._can_try = self._none_to_try = False  # is a sequence worth a trial; is none, for certain?
         self._missed: dict[int, int] = {}  # by sequence: its length in the last pass without hidden states
-        self._plain = 1.0  # seconds of a plain round
+        self._plain, self._count = 1.0, 1  # seconds of a plain round, and its sequences
         self._num_plain = 0  # rounds of rests so far
         self._drafting: set[int] = set()  # sequences with drafts by the last decision
         self._asked: set[int] = set()  # sequences with drafts in the last round
-        self._new: set[int] = set()  # those of them that the drafter still reads: their last pass was over a prompt
-        self._catching_up = 0, 0.0  # tokens that the drafter reads in its current catch-up, and its seconds so far
-        self._seen: dict[int, int] = {}  # by sequence: tokens that the drafter knew when it was last asked
-        self._written = [0.0, 0.0]  # ended sequences, and their output tokens; older ones decay
+        self.drafter: Drafter | None = None  # whose reading of texts is counted; None: it reads nothing
+        self._read: dict[int, int] = {}  # by sequence: tokens that the drafter had read when it was last asked
+        self._written = [0.0, 0.0]  # texts that ended by themselves, and output tokens of all; older ones decay
         self._nodes: dict[int, DraftNodes] = {}  # drafts of the current round, by sequence
         self._hold = HOLD_ROUNDS
         self._unlearned = LEARN_EVERY  # seconds of rounds since costs were last learned
@@ -179,7 +178,7 @@ class GoodputLength:
             self._fixed_rest = round(min(self._deciding / (DECISION_SHARE * self._plain), most)) - 1
         self._rest = max(rest - 1, self._fixed_rest)
         self._resting, self._idle = (len(ids), ids[-1]), self._rest > 0
-        self._held, self._asked, self._catching_up = None, set(), (0, 0.0)
+        self._held, self._asked = None, set()
 
     def listens(self, seqs: Seq[Sequence]) -> bool:
         """True if the drafter should get the target's hidden states of this pass.
@@ -234,16 +233,27 @@ class GoodputLength:
         return lengths
 
     def _catch_up_seconds(self, seq: Sequence) -> float:
-        """Seconds that the drafter needs to process the tokens of a sequence that it has not seen."""
-        assert self.cost is not None
-        unseen = len(seq) - self._seen.get(seq.seq_id, 0)
-        return self.cost.catch_up * unseen if unseen > FEW_UNSEEN else 0.0
+        """Seconds for which the drafter must read a sequence before it can draft."""
+        if self.cost is None or self.drafter is None or not self.drafter.must_read:
+            return 0.0
+        unread = len(seq) - self.drafter.num_read(seq)
+        return self.cost.catch_up * unread if unread > FEW_UNREAD else 0.0
+
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        if self.cost is None or unread <= FEW_UNREAD or self._rate <= 0.0:
+            return True
+        saved = self._plain - self._count / self._rate  # seconds per token of the sequence
+        return self.cost.catch_up * unread <= saved * share * self._tokens_left(seq)
 
     def _tokens_left(self, seq: Sequence) -> float:
-        """Expected remaining output tokens: the mean output length of recent sequences, at most what is allowed."""
+        """Expected remaining output tokens, at most what is allowed.
+
+        A text is taken to end at any token with the same chance: ends of recent texts over their tokens. A text that
+        reached its limit has tokens, but no end.
+        """
         most = seq.params.max_tokens - seq.num_output
-        texts, tokens = self._written
-        return float(most) if texts < 1.0 else min(most, tokens / texts)
+        ends, tokens = self._written
+        return float(most) if ends < 1.0 else min(most, tokens / ends)
 
     def _never_recovered(
         self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float], prices: Prices
@@ -268,7 +278,7 @@ class GoodputLength:
         else:
             best, promised = shared(offers, budget, len(seqs), prices)
         self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / prices.plain)), LONGEST_HOLD)
-        self._rate, self._plain = promised, prices.plain
+        self._rate, self._plain, self._count = promised, prices.plain, len(seqs)
         self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
         return best, prices
 
@@ -345,15 +355,11 @@ class GoodputLength:
             return
         self.budget.passed()
         self._num_plain += self._idle
-        # A drafter that was not asked in the last round must catch up first; that time is not part of a step's cost.
-        # After a prompt a head catches up one round later. (A drafter that found no draft counts as asked.)
         asked_now = {s.seq_id for s, k in zip(round_.seqs, round_.num_asked, strict=True) if k}
-        new = asked_now - self._asked
-        catching_up = bool(new or asked_now & self._new)
-        self._asked, self._new = asked_now, {s.seq_id for s in round_.seqs if s.num_unread and s.seq_id in asked_now}
-        if new and self.cost is not None and self.cost.catch_up > 0.0:
-            counts = zip(round_.seqs, round_.num_accepted, strict=True)
-            self._new |= new & {seq.seq_id for seq, accepted in counts if seq.num_output <= 1 + accepted}
+        read = self._read_now(round_, asked_now)
+        # What a drafter does for a sequence that it was not asked for in the last round is not part of a step's cost.
+        reading = read > FEW_UNREAD * len(asked_now) + sum(round_.num_draft)
+        catching_up, self._asked = reading or not asked_now <= self._asked, asked_now
         plain = not asked_now and round_.num_rows == len(round_.seqs)  # a pass over prompts is none
         cold = plain and self._since_plain > 0
         measured = cold and round_.times is not None and self._settled(round_.times.whole)
@@ -364,10 +370,8 @@ class GoodputLength:
             self._drafted = self.budget.now
         self.acceptance.learn_round(round_, self._nodes, self._ended)
         times = round_.times
-        if not catching_up:  # a catch-up that was not finished by now has no known duration
-            self._catching_up = 0, 0.0
-        elif times is not None and self.cost is not None:
-            self._caught_up(round_, new, times.draft)
+        if reading and times is not None and self.cost is not None:
+            self._caught_up(round_, read, times.draft)
         if times is not None and round_.seqs:
             seconds = times.whole
             self._unlearned += seconds
@@ -386,7 +390,6 @@ class GoodputLength:
             if trial or measured or (due and not cold):  # not every round: learning takes time too
                 self._unlearned = 0.0
                 self._learn(round_, times, catching_up, measured)
-        self._seen.update({s.seq_id: len(s) for s in round_.seqs if s.seq_id in asked_now})
         self._nodes, self._could_end, self._ended, self._depth, self._deciding = {}, False, False, 0, 0.0
 
     def _settled(self, seconds: float) -> bool:
@@ -412,29 +415,40 @@ class GoodputLength:
             times = replace(times, schedule=max(0.0, times.schedule - self._deciding))
             round_ = replace(round_, times=times)
         steps = self._depth if self._could_end else self._steps
-        self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, settled)
-        if self._could_end and self._depth and not catching_up:
+        # Behind a lookup, the model's drafts have a cost of their own: mixed, lookups would look dear, and it cheap.
+        behind = self._could_end and self.drafter is not None and not self.drafter.must_read
+        draft = self._chains if behind else None
+        self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, settled, draft)
+        if self._could_end and self._depth and not catching_up and not behind:
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)
 
-    def _caught_up(self, round_: Round, new: set[int], seconds: float) -> None:
-        """Learn the drafter's catch-up cost per token. A head reads a prompt's tokens one round later."""
+    def _read_now(self, round_: Round, asked: Set[int]) -> int:
+        """Tokens of texts that the drafter has read since it was last asked."""
+        if self.drafter is None:
+            return 0
+        now = {s.seq_id: self.drafter.num_read(s) for s in round_.seqs if s.seq_id in asked}
+        read = sum(max(0, n - self._read.get(i, 0)) for i, n in now.items())
+        self._read.update(now)
+        return read
+
+    def _caught_up(self, round_: Round, read: int, seconds: float) -> None:
+        """Learn the drafter's seconds per token of a text that it reads, from a proposal that took `seconds`."""
         assert self.cost is not None
-        asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
-        start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
-        unseen = sum(len(s) - self._seen.get(s.seq_id, 0) for s in round_.seqs if s.seq_id in new)
-        self._catching_up = self._catching_up[0] + unseen, self._catching_up[1] + seconds - start - step * self._steps
-        if not self._new:
-            self.cost.learn_catch_up(*self._catching_up)
-            self._catching_up = 0, 0.0
+        if any(round_.num_draft):
+            asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+            start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
+            seconds -= start + step * (self._depth if self._could_end else self._steps)
+        self.cost.learn_catch_up(read, seconds)
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
         self.acceptance.release(seq.seq_id)
         self.budget.release(seq)
-        self._seen.pop(seq.seq_id, None)
+        self._read.pop(seq.seq_id, None)
         self._missed.pop(seq.seq_id, None)
-        self._written = [FADE * self._written[0] + 1.0, FADE * self._written[1] + seq.num_output]
+        ended = seq.num_output < seq.params.max_tokens
+        self._written = [FADE * self._written[0] + ended, FADE * self._written[1] + seq.num_output]
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
         self._drafting.discard(seq.seq_id)

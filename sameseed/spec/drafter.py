@@ -78,6 +78,9 @@ class LengthPolicy(Trims, Protocol):
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
 
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        """Would drafts for `share` of a sequence's other tokens save the drafter's time for reading `unread` ones?"""
+
     @property
     def uses_confidence(self) -> bool:
         """Does the policy use token probabilities, so that a drafter must compute them?"""
@@ -137,6 +140,7 @@ class Drafter:
     num_below: ClassVar[tuple[int, int]] = (0, 0)  # the fewest and the most drafters below it
     at_once: ClassVar[bool] = False  # does its model write a whole draft in one pass?
     judges: ClassVar[bool] = False  # does it compute token probabilities, so that `confidence` can end its drafts?
+    must_read = False  # must a model of its own read a text before there is a draft? A lookup needs none
     branches = False  # may its drafts be trees? Then num_draft counts nodes, and a text's length limits the depth only
     captures: tuple[int, ...] = ()  # target layers whose hidden states `observe` needs
 
@@ -181,6 +185,10 @@ class Drafter:
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
+
+    def num_read(self, seq: Sequence) -> int:
+        """Tokens of a sequence that models of its own have read."""
+        return 0
 
     @property
     def limit(self) -> int | None:

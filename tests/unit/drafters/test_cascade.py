@@ -173,7 +173,7 @@ def test_a_model_forgets_what_is_taken_back(pair: Pair) -> None:
 
 
 def first_of(options: FirstDrafter.Options, *below: Drafter) -> FirstDrafter:
-    return FirstDrafter(options, [Below(d, FixedLength(8)) for d in below])
+    return FirstDrafter(options, [Below(d, FixedLength(8)) for d in below], FixedLength(8))
 
 
 class Fixed(Drafter):

@@ -21,7 +21,7 @@ from sameseed.lengths._search import hopeless, shared
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
-from sameseed.spec.drafter import Round
+from sameseed.spec.drafter import Drafter, Round
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -425,3 +425,28 @@ def test_in_an_engine(pair: Pair) -> None:
         done += [d.completion for d in engine.step() if d.completion]
     spec = done[0].metrics.spec
     assert (spec.num_draft_tokens, spec.undrafted) == (0, {"prompt": 1, "off": 39})
+
+
+class Reader(Drafter):
+    """A drafter that has read nothing of any text; with `looks_up`, it may draft all the same."""
+
+    def __init__(self, looks_up: bool = False) -> None:
+        self.must_read = not looks_up
+
+
+@pytest.mark.parametrize("limit", [24, 1000])
+def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit: int) -> None:
+    """A prompt is read for a long answer, unless answers were short by themselves."""
+    policy = GoodputLength(4, curve(flat))
+    policy.drafter = Reader()
+    assert policy.cost is not None
+    policy.cost.catch_up = 0.002
+    for i in range(8):
+        short = Sequence(i, [1] * 300, SamplingParams(max_tokens=limit), 0)
+        short.token_ids += [1] * 24
+        policy.release(short)
+    long = Sequence(8, [1] * 300, SamplingParams(max_tokens=400), 0)
+    assert any(policy.lengths([long])) == (limit == 24)
+    assert policy.recovers(long, 300) == (limit == 24)
+    policy.drafter = Reader(looks_up=True)
+    assert any(policy.lengths([Sequence(9, [1] * 300, SamplingParams(max_tokens=400), 0)]))

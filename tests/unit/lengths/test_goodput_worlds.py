@@ -19,7 +19,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import LengthPolicy, Round
+from sameseed.spec.drafter import Drafter, LengthPolicy, Round
 
 LENGTH = 96  # mean number of tokens per text
 FIXED = (1, 2, 4, 8)
@@ -87,6 +87,18 @@ class World:
         return cost
 
 
+class Reader(Drafter):
+    """Has read of each text what `seen` says."""
+
+    must_read = True
+
+    def __init__(self, seen: dict[int, int]) -> None:
+        self.seen = seen
+
+    def num_read(self, seq: Sequence) -> int:
+        return self.seen.get(seq.seq_id, 0)
+
+
 def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
     """Milliseconds per token, with `batch` texts at a time; a text that is done makes room for the next."""
     rng, now, written = random.Random(1), 0.0, 0
@@ -94,6 +106,8 @@ def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
     waiting = [Sequence(i, [1] * world.prompt, SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
     seqs: list[Sequence] = []
     seen: dict[int, int] = {}
+    if isinstance(policy, GoodputLength):
+        policy.drafter = Reader(seen)
     while waiting or seqs:
         while waiting and len(seqs) < world.batch:
             seqs.append(waiting.pop(0))
