@@ -10,7 +10,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.config import EngineConfig
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
-from sameseed.kvcache.state import slot_bytes
+from sameseed.kvcache.state import state_bytes
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.head_config import check_rotation, is_head
@@ -61,7 +61,7 @@ def demand_of(
     weights = weight_bytes(shape, source, quant, shapes, config.device)
     # On a GPU all rows of a pass may have logits in one of its graphs.
     wanted = config.max_num_seqs + MAX_NODES if config.device == "cpu" else config.max_num_rows
-    states = config.max_num_seqs * slot_bytes(shape.state_shapes)
+    states = state_bytes(shape.state_shapes, config.max_num_seqs, config.cache.prefix_cache)
     return Demand(quant, weights, block, pass_bytes(shape, config.max_num_rows, wanted), logit_bytes(shape), states)
 
 

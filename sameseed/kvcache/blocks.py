@@ -8,9 +8,10 @@ only after its cached rows.
 
 from __future__ import annotations
 
-from sameseed.kvcache.prefix import Prefixes
+from sameseed.kvcache.prefix import KeptStates, Prefixes
 from sameseed.request import Sequence
 
+KEPT_EVERY = 512  # tokens after which a state is kept for the prefix cache, beside that near a prompt's end
 MOST_UNSETTLED = 24  # tokens beyond a stored recurrent state; their log takes half its memory at Qwen3.5-4B
 
 
@@ -18,14 +19,15 @@ class BlockManager:
     """Allocates `num_blocks` cache blocks of `block_size` rows. Without `shares`, no block is shared by sequences.
 
     `num_slots`: of a model with recurrent layers, the number of sequences that can have a state (kvcache/state.py); 0
-    for other models. Blocks of such a model are not shared, because a state belongs to the end of a text.
+    for other models. Blocks of such a model are shared up to a block's end whose state is kept, in as many more slots.
     """
 
     def __init__(self, num_blocks: int, block_size: int, shares: bool = True, num_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.shares = shares and not num_slots
+        self.shares = shares
         self.num_slots = num_slots
+        self.kept = KeptStates(range(num_slots, 2 * num_slots))
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self.prefixes = Prefixes(block_size)
         self._num_users = [0] * num_blocks  # number of sequences that use each block
@@ -79,12 +81,16 @@ class BlockManager:
 
     def find(self, seq: Sequence) -> list[int]:
         """Known blocks that continue the cached rows of `seq`; its last token is in none of them."""
-        return self.prefixes.find(seq, seq.num_cached // self.block_size) if self.shares else []
+        first = seq.num_cached // self.block_size
+        found = self.prefixes.find(seq, first) if self.shares else []
+        while self.num_slots and found and seq.digests[first + len(found) - 1] not in self.kept:
+            found.pop()
+        return found
 
     def adopt(self, seq: Sequence) -> int:
         """Let `seq` share the known blocks that continue its cached rows. Returns the number of rows saved."""
         found = self.find(seq)
-        if not found:
+        if not found or (self.num_slots and seq.slot < 0 and not self._free_slots):
             return 0
         before, first = seq.num_cached, seq.num_cached // self.block_size
         for block in found:
@@ -94,6 +100,10 @@ class BlockManager:
         seq.blocks += found
         seq.num_cached = len(seq.blocks) * self.block_size
         seq.num_known = len(seq.blocks)
+        if self.num_slots:
+            seq.slot = self._free_slots.pop() if seq.slot < 0 else seq.slot
+            self.kept.give(seq.digests[seq.num_known - 1], seq.slot)
+            seq.num_settled = seq.num_cached
         return seq.num_cached - before
 
     def enter(self, seq: Sequence, num_rows: int) -> None:
@@ -102,6 +112,16 @@ class BlockManager:
         if end > seq.num_known and self.shares:
             self.prefixes.enter(seq, seq.num_known, end)
             seq.num_known = end
+            if 0 < seq.num_settled <= num_rows and seq.num_settled in self.kept_ends(seq, seq.num_settled):
+                self.kept.keep(self.prefixes.digest(seq, seq.num_settled // self.block_size), seq.slot)
+
+    def kept_ends(self, seq: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """The last ends of blocks among the first `num_tokens` tokens whose states are worth keeping; 0: none."""
+        if not (self.num_slots and self.shares):
+            return ()
+        prompt = (seq.num_prompt - 1) // self.block_size * self.block_size  # another text may go on behind the prompt
+        every = KEPT_EVERY // self.block_size * self.block_size
+        return (prompt if prompt <= num_tokens else 0, num_tokens // every * every if every else 0)
 
     def rewind(self, seq: Sequence, num_rows: int) -> None:
         """Prepare for rows of `seq` from `num_rows` on to be overwritten: their blocks must not be known or shared."""
@@ -147,6 +167,8 @@ class BlockManager:
 
     def forget(self, seq: Sequence) -> None:
         """Remove all blocks of the text of `seq` from the prefix table, after an error with this sequence."""
+        for digest in seq.digests:
+            self.kept.drop(digest)
         for block in self.prefixes.of(seq):
             self.prefixes.drop(block)
             if block in self._idle:

@@ -75,6 +75,10 @@ class Prefixes:
         """Known blocks that hold prefixes of `seq`, in use or not."""
         return iter([self._blocks[d] for d in seq.digests if d in self._blocks])
 
+    def digest(self, seq: Sequence, count: int) -> bytes:
+        """The digest of the first `count` blocks of tokens."""
+        return self._digests(seq, count)[count - 1]
+
     def _digests(self, seq: Sequence, count: int) -> list[bytes]:
         """The digests of at least the first `count` blocks of tokens; each is computed once."""
         known = seq.digests
@@ -87,3 +91,33 @@ class Prefixes:
 
     def _pack(self, token_ids: Seq[int], i: int) -> bytes:
         return array("i", token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
+
+
+class KeptStates:
+    """Slots of recurrent states at ends of blocks, by the digest of the text up to there (kvcache/state.py).
+
+    If none is free, the one used longest ago is replaced. `copies`: from slot to slot, due before the next pass.
+    """
+
+    def __init__(self, slots: Seq[int]) -> None:
+        self.copies: list[tuple[int, int]] = []
+        self._free = list(slots)
+        self._slots: dict[bytes, int] = {}  # used longest ago first
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slots
+
+    def keep(self, digest: bytes, slot: int) -> None:
+        """Copy the state in a sequence's slot, unless the same text's is kept already."""
+        if digest not in self._slots and (self._free or self._slots):
+            self._slots[digest] = self._free.pop() if self._free else self._slots.pop(next(iter(self._slots)))
+            self.copies.append((slot, self._slots[digest]))
+
+    def give(self, digest: bytes, slot: int) -> None:
+        """Copy a kept state to a sequence's slot."""
+        self._slots[digest] = self._slots.pop(digest)
+        self.copies.append((self._slots[digest], slot))
+
+    def drop(self, digest: bytes) -> None:
+        if digest in self._slots:
+            self._free.append(self._slots.pop(digest))

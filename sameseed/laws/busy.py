@@ -157,7 +157,7 @@ def beginnings(subject: Subject, effort: Effort) -> Found:
         jobs = _alike(subject, turn)
         plain = subject.run(subject.plain(seqs=1), jobs, alone=True)
         longest = max(len(j.prompt_token_ids) for j in jobs) + jobs[0].params.max_tokens
-        shares = subject.config.cache.prefix_cache and not subject.target.config.state_shapes
+        shares = subject.config.cache.prefix_cache
         for name, on, alone, tokens in (
             ("one by one", shares, True, 8 * longest),
             ("one by one, trees", shares, True, 8 * longest),

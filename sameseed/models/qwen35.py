@@ -194,7 +194,6 @@ class Qwen35(Decoder):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        arch = file.metadata["general.architecture"]
         layers, mtp, dim = file.number("block_count"), file.number("nextn_predict_layers", 0), raw["head_dim"]
         inner, heads = file.number("ssm.inner_size"), file.number("ssm.time_step_rank")
         found: dict[str, Any] = {
@@ -211,7 +210,7 @@ class Qwen35(Decoder):
             "linear_num_key_heads": file.number("ssm.group_count"),
             "linear_num_value_heads": heads,
         }
-        recurrent = file.metadata.get(f"{arch}.attention.recurrent_layers")
+        recurrent = file.metadata.get(f"{file.metadata['general.architecture']}.attention.recurrent_layers")
         if recurrent is not None:
             names = ("full_attention", "linear_attention")
             found["layer_types"] = [names[bool(r)] for r in list(recurrent)[: layers - mtp]]

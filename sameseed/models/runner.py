@@ -202,6 +202,8 @@ class ModelRunner:
         self, seqs: Seq[Sequence], batch: Batch, captures: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`Decoder.run`; then the sequences' states cover what the batch says."""
+        if self.cache.states is not None:
+            self.cache.states.copy(self.blocks.kept.copies)
         try:
             results = self.model.run(batch, self.cache, captures)
         except BaseException:  # a part of the layers may have stored new states
@@ -237,7 +239,7 @@ class ModelRunner:
             complete = end == len(seq)
             assert complete or not nodes, "a draft needs all pending tokens in the pass"
             pending, unseen = seq.token_ids[seq.num_cached : end], self.unseen(seq)
-            state = None if self.cache.states is None else (seq.slot, seq.num_settled, settle(seq, end, len(nodes)))
+            state = None if self.cache.states is None else settle(seq, end, len(nodes), self.blocks)
             rows.append(Rows(pending, seq.num_cached, nodes, parents, seq.blocks, complete, unseen, state))
             offsets.append(offsets[-1] + num_pending[b] + len(nodes))
             if draws and drawer is not None and complete:

@@ -10,7 +10,7 @@ from sameseed.batch import MAX_NODES
 from sameseed.cost.round import MAX_NUM_ROWS
 from sameseed.engine.memory import GIB, pass_bytes
 from sameseed.errors import ConfigError
-from sameseed.kvcache.state import slot_bytes
+from sameseed.kvcache.state import state_bytes
 from sameseed.measure.passes import BLOCK_SIZE
 from sameseed.measure.profiler import LOADING_BYTES
 from sameseed.models.config import ModelConfig
@@ -52,7 +52,7 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
     draft_weights = max((d.weights for d in drafts), default=0)
     row = target.row + max((d.row for d in drafts), default=0)
     weights, scratch = target.weights + draft_weights, passing(target.config)
-    room, state = available - weights - scratch, slot_bytes(target.config.state_shapes)
+    room, state = available - weights - scratch, state_bytes(target.config.state_shapes)
     limit = target.config.max_model_len
     longest = {b: max(0, min(limit, (room // b - state) // row // BLOCK_SIZE * BLOCK_SIZE)) for b in batches}
     cache = batches[-1] * (context * row + state)
@@ -67,7 +67,7 @@ def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, 
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
     """The error where not one sequence of the asked context fits; its text says what would fit."""
-    takes = found.weights + found.draft_weights + passing(target.config) + slot_bytes(target.config.state_shapes)
+    takes = found.weights + found.draft_weights + passing(target.config) + state_bytes(target.config.state_shapes)
     said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
     said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
     longest = max(found.max_context.values())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,10 @@ from sameseed import ops
 from sameseed.engine.overlap import Overlap
 from sameseed.grammar.matching import Matching
 from sameseed.kvcache.blocks import MOST_UNSETTLED
-from sameseed.laws.trees import Answers
 from sameseed.models.loader import load_model
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.server.text import vocabulary
-from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, goes_ahead
+from sameseed.spec.drafter import goes_ahead
 
 TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
 CALL = {"type": "object", "properties": {"name": {"enum": ["list", "sum"]}, "arguments": {"type": "integer"}}}
@@ -79,8 +76,7 @@ def test_law_1(pair: Pair, name: str, sampling: dict[str, Any]) -> None:
     """
     if name == "self_quant" and pair.target.config.state_shapes:
         pytest.skip("a copy in the target's cache would overwrite recurrent states; engines refuse it")
-    prompts = random_prompts(8, seed=21)
-    asked = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, **sampling)
+    prompts, asked = random_prompts(8, seed=21), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, **sampling)
     alone = texts(run(make_engine(pair), prompts, asked, alone=True))
     assert texts(run(make_engine(pair, name), prompts, asked)) == alone
     tight = make_engine(pair, name, k=6, rows=24, block=4, tokens=180)
@@ -89,19 +85,15 @@ def test_law_1(pair: Pair, name: str, sampling: dict[str, Any]) -> None:
     assert tight.scheduler.num_preemptions > 0
 
 
-class SomeRight(Drafter):
+class SomeRight(lawkit.TreeDrafter):
     """Chains of random lengths, none included, whose first tokens are right, in a random number."""
 
-    def __init__(self, answer: Answers) -> None:
-        self.answer, self.random = answer, random.Random(0)
+    branches = False
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        chains = []
-        for seq, most in zip(seqs, num_draft, strict=True):
-            right, wrong = list(self.answer(seq)), self.random.randrange(4)
-            length = self.random.randint(0, most)
-            chains.append([*right[: max(0, length - wrong)], *[1] * wrong][:length])
-        return Draft.chains(chains)
+    def _tree(self, seq: Sequence, num_draft: int) -> tuple[list[int], list[int]]:
+        length, wrong = self.random.randint(0, num_draft), self.random.randrange(4)
+        chain = [*self.answer(seq)[: max(0, length - wrong)], *[1] * wrong][:length]
+        return chain, list(range(-1, len(chain) - 1))
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -110,10 +102,8 @@ def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dic
     prompts = random_prompts(5, seed=7)
     params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **sampling)
     plain = texts(run(make_engine(pair), prompts, params, alone=True))
-    for drafter in (
-        SomeRight(lawkit.knowing(prompts, plain)),
-        lawkit.TreeDrafter(lawkit.knowing(prompts, plain), lawkit.MODEL_VOCAB),
-    ):
+    for kind in (SomeRight, lawkit.TreeDrafter):
+        drafter = kind(lawkit.knowing(prompts, plain), lawkit.MODEL_VOCAB)
         engine = make_engine(pair, k=5, rows=24, seqs=5, block=4, tokens=112, drafter=drafter)
         engine.add(Request("gone", tuple(prompts[2]), params, 0))
         for _ in range(4):
@@ -124,6 +114,18 @@ def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dic
         assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
 
 
+def test_texts_that_begin_alike_share_their_beginning(pair: Pair) -> None:
+    """Turns of a chat and other texts, one after the other and together, against each in an engine of its own."""
+    params, start = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **SAMPLED), TEXT[:42]
+    turn = [*start, *texts(run(make_engine(pair), [start], params))[0], *TEXT[7:20]]
+    prompts = [start, turn, start[:38] + TEXT[:9], [*turn, *TEXT[3:30]], start, turn[:55]]
+    plain = [texts(run(make_engine(pair), [prompt], params))[0] for prompt in prompts]
+    for name, alone in itertools.product(("none", "draft_model", "eagle"), (True, False)):
+        engine = make_engine(pair, name, block=4, seqs=3)
+        assert texts(run(engine, prompts, params, alone)) == plain
+        assert engine.scheduler.blocks.prefixes.hits.num_hits > (100 if alone else 0)
+
+
 def test_json_and_calls_of_50_prompts(pair: Pair) -> None:
     """JSON of a schema, and calls behind a mark: valid, and the same with drafts as without."""
     words = Matching(vocabulary(pair.tokenizer, lawkit.MODEL_VOCAB, [lawkit.EOS]))
@@ -131,8 +133,7 @@ def test_json_and_calls_of_50_prompts(pair: Pair) -> None:
     forms = [
         words.language(words.compiled(*form)) for form in (("json", schema), ("regex", r"call: (list|sum)\(\d+\)"))
     ]
-    params = SamplingParams(max_tokens=60, temperature=0.9)
-    found: list[list[tuple[int, ...]]] = []
+    params, found = SamplingParams(max_tokens=60, temperature=0.9), []
     for name in ("none", "draft_model", "ngram"):
         engine = make_engine(pair, name, rows=64, block=4)
         for i, prompt in enumerate(random_prompts(50, seed=9)):

@@ -88,16 +88,15 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _sizes(file: GGUFFile, arch: str) -> tuple[int, int, int]:
-    get = file.number
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing; does the file hold the whole model?")
-    hidden, heads = get("embedding_length"), get("attention.head_count")
+    hidden, heads = file.number("embedding_length"), file.number("attention.head_count")
     if type(hidden) is not int or type(heads) is not int or heads < 1:
         raise ModelLoadError(f"{file.path}: {hidden!r} values and {heads!r} heads are no model")
-    dim = get("attention.key_length", hidden // heads)
-    rotates = get("rope.dimension_count", dim) == dim or not family(GGUF_ARCHITECTURES[arch][0]).rotates_all
-    if get("attention.value_length", dim) != dim or not rotates:
+    dim = file.number("attention.key_length", hidden // heads)
+    rotates = file.number("rope.dimension_count", dim) == dim or not family(GGUF_ARCHITECTURES[arch][0]).rotates_all
+    if file.number("attention.value_length", dim) != dim or not rotates:
         raise ModelLoadError(f"{file.path}: keys, values and rotation must all have {dim} dimensions a head")
     return hidden, heads, dim
 

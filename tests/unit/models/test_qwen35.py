@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from sameseed import ops
 from sameseed.batch import Rows, build_batch
 from sameseed.cli.options import draft_choice
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
@@ -61,8 +61,7 @@ def test_logits_are_those_of_transformers(folders: tuple[Path, Path], backend: s
     raw = json.loads((folders[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "mtp_num_hidden_layers": 0}))
     wanted, found = oracle_logits(tmp_path, TEXT[:60]), all_logits(load(tmp_path, backend), TEXT[:60])
-    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
-    assert found.argmax(1).equal(wanted.argmax(1))
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() and found.argmax(1).equal(wanted.argmax(1))
 
 
 def test_a_branching_draft_and_a_missing_slot_are_refused(folders: tuple[Path, Path]) -> None:
@@ -76,9 +75,8 @@ def test_a_branching_draft_and_a_missing_slot_are_refused(folders: tuple[Path, P
 
 
 def test_low_bit_drafts_in_the_targets_cache_are_refused(folders: tuple[Path, Path]) -> None:
-    config = EngineConfig(spec=SpecConfig("self_quant"), max_model_len=64)
     with pytest.raises(ConfigError, match="recurrent"):
-        build_engine(str(folders[0]), config)
+        build_engine(str(folders[0]), EngineConfig(spec=SpecConfig("self_quant"), max_model_len=64))
 
 
 def as_gguf(folder: Path, path: Path, without: str = "", alone: bool = False) -> Path:
@@ -169,8 +167,7 @@ def test_the_block_drafts_by_default(folders: tuple[Path, Path], tmp_path: Path,
     sampling, found = SamplingParams(max_tokens=20, ignore_eos=True, seed=2, **params), []
     for path, draft in ((folders[0], None), (folders[0], "mtp"), (cut, "mtp"), (cut, str(beside))):
         spec = SpecConfig() if draft is None else replace(parse_draft(draft), num_draft_tokens=3)
-        cache = CacheConfig(block_size=4, num_blocks=200)
-        config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, cache=cache, spec=spec)
+        config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, spec=spec)
         found.append(texts(run(engine := build_engine(str(path), config), random_prompts(4, seed=4), sampling)))
         assert (engine.metrics.num_drafts > 10) == (draft is not None)
     assert found[0] == found[1] and found[2] == found[3]
