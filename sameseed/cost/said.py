@@ -47,7 +47,7 @@ class SaidTokens:
         total, once = self.counts.total(), sum(n == 1 for n in self.counts.values())
         new = max(once / total, total**-0.5) if total else 1.0  # Good and Turing's share; more where outputs repeat
         ranked, size = self.counts.most_common(), draft.config.vocab_size
-        row, whole, every = draft.weights.lm_head.nbytes / size, _read(draft), _read(target)
+        row, whole, every = draft.weights.lm_head.nbytes / size, draft.weights.read_bytes, target.weights.read_bytes
         found, best, share = 0, speed(whole, every, RIGHT), 1.0
         for n in (1 << i for i in range(6, len(ranked).bit_length())):
             known = sum(count for _, count in ranked[:n]) / total * (1.0 - new)
@@ -55,12 +55,6 @@ class SaidTokens:
                 found, best, share = n, fast, known
         log.info("draft vocabulary: %d of %d tokens, %.1f %% of the target's", found or size, size, 100 * share)
         return json.dumps(sorted(token for token, _ in ranked[:found])) if found else ""
-
-
-def _read(model: Decoder) -> float:
-    """Bytes of weights that a pass reads: all but those of an embedding that is not the LM head too."""
-    w = model.weights
-    return sum(m.nbytes for m in w.matrices) - (0 if w.lm_head is w.embedding else w.embedding.nbytes)
 
 
 def is_counted(options: object) -> bool:

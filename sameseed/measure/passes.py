@@ -13,6 +13,7 @@ from sameseed.config import CacheConfig
 from sameseed.engine.calibrate import timed_pass
 from sameseed.engine.memory import block_bytes
 from sameseed.kvcache.cache import KVCache
+from sameseed.kvcache.state import RecurrentStates
 from sameseed.measure.limits import Limits
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
@@ -81,16 +82,15 @@ class TimedModel:
         """`kv_format` "auto": the format that the engine would choose. The cache fits the largest of `passes`."""
         c = self.config = model.config
         self.kv_format = scheme.cache_format(kv_format, model.weights.dense)
-        num_blocks = max(p.num_blocks for p in passes)
-        device = str(model.device)
-        cache = KVCache(c.kv_shapes, num_blocks, BLOCK_SIZE, self.kv_format, device)
+        num_blocks, num_seqs = (max(sizes) for sizes in zip(*((p.num_blocks, p.num_seqs) for p in passes), strict=True))
+        states = RecurrentStates(c.state_shapes, num_seqs) if c.state_shapes else None
+        cache = KVCache(c.kv_shapes, num_blocks, BLOCK_SIZE, self.kv_format, str(model.device), states)
         fill(cache)
         self.runner = ModelRunner(model, cache)
         self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
         weights = model.weights
         self.weight_bytes = sum(m.nbytes for m in weights.matrices)
-        # A pass reads only a few rows of the embedding, unless the embedding is also the LM head.
-        self.read_bytes = self.weight_bytes - (0 if weights.lm_head is weights.embedding else weights.embedding.nbytes)
+        self.read_bytes = weights.read_bytes
         largest = weights.layers[0].matrices[-1]
         self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
 
@@ -110,8 +110,8 @@ class TimedModel:
     def _sequence(self, i: int, job: Pass) -> Sequence:
         known = job.context + (job.new_tokens if job.kind == "prefill" else 1)
         seq = Sequence(i, _tokens(i, known, self.config.vocab_size), SamplingParams(), 0)
-        seq.num_cached = job.context
         assert self.runner.blocks.reserve(seq, job.context + job.new_tokens)
+        seq.num_cached = seq.num_settled = job.context
         return seq
 
     def work(self, job: Pass) -> PassWork:

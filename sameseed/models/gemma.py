@@ -84,6 +84,19 @@ class GemmaConfig(ModelConfig):
     def num_parameters(self) -> int:
         return sum(math.prod(s) for s in family(self.architecture).shapes(self).values() if len(s) == 2)
 
+    @property
+    def _looked_up(self) -> int:
+        """Number of weights in the embedding for all layers: a pass reads a row of it for each token."""
+        return self.per_layer_vocab * self.num_layers * self.per_layer
+
+    @property
+    def row_parameters(self) -> int:
+        return super().row_parameters - self._looked_up
+
+    def read_share(self, rows: float) -> float:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return 1 - self._looked_up / (self.num_parameters - embedding)
+
 
 @dataclass(frozen=True)
 class GemmaLayer(LayerWeights):

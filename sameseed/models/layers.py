@@ -73,6 +73,12 @@ class ModelWeights(Weights):
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a pass may read: all but an embedding that is not the LM head too, of which it reads some rows."""
+        looked_up = 0 if self.lm_head is self.embedding else self.embedding.nbytes
+        return sum(m.nbytes for m in self.matrices) - looked_up
+
 
 def run_layer(
     ops: Ops,

@@ -106,3 +106,4 @@ def test_config_gives_shapes_of_all_tensors(checkpoints):
         stored = random_tensors(config)
         matrices = sum(t.numel() for t in stored.values() if t.dim() == 2)
         assert config.num_parameters == matrices, name
+        assert (config.read_share(1) < 1) == (name == "gemma4-e"), "a pass reads a row a token of its inputs of layers"
