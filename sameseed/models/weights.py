@@ -304,7 +304,7 @@ class WeightReader:
             )
             return to, False
         if not as_stored:
-            say_once(f"weights in {own} are rounded to {chosen}; a target keeps its own with --format auto")
+            say_once(f"stored codes are rounded to {chosen}: a draft's if that pays, a target's without --format auto")
         return chosen, as_stored
 
     def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool], spread: Spread = map) -> list[QuantTensor]:
