@@ -407,7 +407,7 @@ def test_of_a_chain_that_ended_the_rest_is_as_likely_as_its_end_promised() -> No
 
 def test_bad_wishes() -> None:
     for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
-        with pytest.raises(RequestError, match=next(iter(bad))):
+        with pytest.raises(RequestError, match="speculation|num_draft_tokens"):
             Speculation(**bad)
 
 
