@@ -10,6 +10,7 @@ from sameseed.config import SpecConfig
 from sameseed.engine.llm import LLM
 from sameseed.engine.policies import make_policy
 from sameseed.errors import ConfigError
+from sameseed.lengths._budget import FIRST_WAIT, Budget
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.lengths.disco import LIKELY, DiscoLength
 from sameseed.lengths.fixed import FixedLength
@@ -122,3 +123,16 @@ def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Pa
         assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
         if text == draft:
             assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
+
+
+def test_a_trial_in_vain_doubles_the_wait_for_the_next() -> None:
+    budget, seq, waits = Budget(), Sequence(0, [1], SamplingParams(), 0), []
+    for _ in range(3):
+        begun = budget.now
+        while budget.next([seq], 0.0) is None:
+            budget.passed()
+        waits.append(budget.now - begun)
+        budget.next([seq], 0.0)  # its second round
+        budget.end_trial()
+        budget.note(seq, pays=False)
+    assert waits == [0, FIRST_WAIT, 2 * FIRST_WAIT]
