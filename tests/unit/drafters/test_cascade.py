@@ -58,7 +58,7 @@ def cascade_of(pair: Pair, below: Drafter, asked: int, k: int, **options: Any) -
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("below", [(NGRAM,), (SUFFIX,), (SpecConfig("cascade", num_draft_tokens=4, below=(NGRAM,)),)])
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 8])
 def test_law_1_at_any_depth(pair: Pair, below: tuple[SpecConfig, ...], k: int, params: SamplingParams) -> None:
     plain = texts(run(make_engine(pair), PROMPTS, params))
     engine = make_engine(pair, "cascade", k=k, below=below)
@@ -99,18 +99,6 @@ def test_passes_of_the_model_by_what_is_right_below(pair: Pair, right: int, pass
     metrics = engine.drafter.metrics
     assert (metrics.num_rounds, metrics.num_accepted_tokens) == (passes, passes * right)
     assert level_metrics(engine.drafter)[-1][1] is metrics
-    engine.drafter.release(seq)
-
-
-@pytest.mark.parametrize("min_length", [1, 2, 5])
-@pytest.mark.parametrize("right", [0, 3])
-def test_the_length_lies_between_the_least_and_one_pass_more(pair: Pair, min_length: int, right: int) -> None:
-    prompt = PROMPTS[1]
-    below = Scripted({0: written(pair, prompt, 30)}, set())
-    engine = cascade_of(pair, below, right, k=20, min_length=min_length)
-    seq = Sequence(0, prompt, GREEDY, 2)
-    length = len(engine.drafter.propose([seq], [20]).tokens)
-    assert min_length <= length <= min_length + right
     engine.drafter.release(seq)
 
 
@@ -206,6 +194,7 @@ def test_a_weak_guess_leaves_it_to_the_next(chain: list[int], likely: float, num
     draft = drafter.propose(seqs, [num_draft, 0])
     assert draft.nodes(0)[0] == (chain if taken else [1, 2, 3])[:num_draft]
     assert draft.nodes(1)[0] == []
+    assert set(draft.node_levels(0)) == {0 if taken else 1}
     assert (first.asked, second.asked) == (1, 0 if taken else 1)
 
 
@@ -244,12 +233,9 @@ def test_settings_of_the_levels_below() -> None:
     assert config.spec.num_draft_tokens == 9
     assert config.spec.options == {"min_length": 3}
     assert config.spec.below == (SpecConfig("ngram", num_draft_tokens=2),)
-    for bad in ({"below": []}, {"below": [3]}, {"below": [{"method": "x"}]}, {"below": [{}, {}]}):
-        with pytest.raises(ConfigError, match="below"):
-            make_config("ngram > a/b", draft_options=bad)
-    for name, value in (("options", 3), ("format", 3), ("confidence", "x"), ("confidence", True), ("policy", 3)):
-        with pytest.raises(ConfigError, match=f"{name}'? must be"):
-            make_config("ngram > a/b", draft_options={"below": [{name: value}]})
+    for bad in ([], [3], [{"method": "x"}], [{}, {}], [{"options": 3}], [{"confidence": True}]):
+        with pytest.raises(ConfigError):
+            make_config("ngram > a/b", draft_options={"below": bad})
 
 
 def test_a_drafter_without_what_it_works_with(pair: Pair) -> None:
@@ -270,23 +256,6 @@ class Clipping(GoodputLength):
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         self.num_rounds += 1
         return draft.shallow([2 if self.num_rounds % 3 else 0] * len(seqs))
-
-
-class Short(Drafter):
-    """A drafter with a context limit of its own."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-
-    @property
-    def limit(self) -> int:
-        return self.longest
-
-
-def test_first_drafts_as_long_as_any_below() -> None:
-    options = FirstDrafter.Options()
-    assert first_of(options, Short(40), Short(60), Short(50)).limit == 60
-    assert first_of(options, Short(40), NgramDrafter(), Short(60)).limit is None
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -346,9 +315,3 @@ def test_completions_name_who_guessed_their_tokens(pair: Pair, params: SamplingP
         assert c.accepted == tuple(level is not None for level in c.levels)
     ended_within = sum(c.metrics.spec.num_accepted_tokens - sum(c.accepted) for c in done)
     assert 0 <= ended_within <= len(done)
-
-
-def test_first_names_who_it_asked() -> None:
-    drafter = first_of(FirstDrafter.Options(), Fixed([7, 8, 9], 0.1), Fixed([1, 2, 3], 0.9))
-    draft = drafter.propose([Sequence(0, [1], SamplingParams(), 0)], [5])
-    assert draft.node_levels(0) == [1, 1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import mean
 from types import SimpleNamespace
@@ -272,22 +272,3 @@ def test_short_texts_do_not_hide_what_plain_rounds_cost(cold: float, monkeypatch
     assert policy.cost is not None
     policy.cost.ratios |= {key: 2.0 for key in policy.cost.ratios if not key[0]}
     assert decode(world, FixedLength(0), 96) / decode(world, policy, 96) >= 0.98
-
-
-def decide(make_one: Callable[[], LengthPolicy], world: World) -> list[int]:
-    policy, lengths = make_one(), []
-    original = policy.lengths
-
-    def spy(*args: object) -> list[int]:
-        found = original(*args)  # type: ignore[arg-type]
-        lengths.extend(found)
-        return found
-
-    policy.lengths = spy  # type: ignore[method-assign]
-    decode(world, policy, 8)
-    return lengths
-
-
-def test_decisions_follow_from_the_rounds_alone() -> None:
-    world = WORLDS["1B suffix + head, mixed, batch of 4"]
-    assert decide(lambda: make(world), world) == decide(lambda: make(world), world)
