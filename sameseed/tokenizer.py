@@ -209,7 +209,7 @@ class Tokenizer(habits.Hinted):
 
     def _spelled(self, text: str) -> list[int]:
         """Token ids of a text in which no special token is recognized."""
-        cut = self._backend.pre_tokenizer.pre_tokenize_str if self._alphabet else lambda part: [(part, ())]
+        cut = getattr(self._alphabet and self._backend.pre_tokenizer, "pre_tokenize_str", lambda part: [(part, ())])
         words = [word for part in (text[:1], text[1:]) for word, _ in cut(part)]
         return [token.id for word in words for token in self._backend.model.tokenize(word)]
 
