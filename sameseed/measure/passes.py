@@ -138,13 +138,13 @@ def least_work(
     matrix_ops = 2.0 * (c.row_parameters * rows + c.vocab_size * c.hidden_size * logit_rows)
     read_bytes *= c.read_share(rows)
     keys = read = 0
-    for window in c.windows:
+    for window in c.windows[len(c.state_shapes) :]:  # recurrent layers read and write a state instead
         reach = context + new_tokens if window is None else window
         # Row i of a sequence attends to the context and to the new rows up to its own, at most `reach` of them.
         keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
         read += min(context, reach)
-    attention_ops = 4.0 * c.num_heads * c.head_dim * keys * num_seqs
-    return PassWork(read_bytes + kv_row_bytes / c.num_layers * read * num_seqs, matrix_ops, attention_ops)
+    cached = kv_row_bytes / len(c.kv_shapes) * read + 8.0 * sum(torch.Size(s).numel() for s, _ in c.state_shapes)
+    return PassWork(read_bytes + cached * num_seqs, matrix_ops, 4.0 * c.num_heads * c.head_dim * keys * num_seqs)
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:

@@ -17,7 +17,7 @@ from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure import grid, limits, profiler, shapes
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import from_rates
-from sameseed.measure.passes import Pass, TimedModel
+from sameseed.measure.passes import Pass, TimedModel, least_work
 from sameseed.measure.profiler import profile
 from sameseed.report import record, schemas
 
@@ -222,8 +222,8 @@ def test_passes_run_as_verification_does(monkeypatch: pytest.MonkeyPatch) -> Non
     assert subject.runner.blocks.num_free == subject.runner.blocks.num_blocks
     assert all(layer.k.float().std() > 0.5 for layer in subject.runner.cache.layers)
     chain, prompt = subject.work(Pass("chain", 40, 2)), subject.work(Pass("prefill", 0, 3))
-    params = shapes.get_shape("tiny").num_parameters
-    head = 97 * 64
+    params, head = shapes.get_shape("tiny").num_parameters, 97 * 64
     assert chain.matrix_ops == 2 * 2 * params and prompt.matrix_ops == 2 * (3 * (params - head) + head)
     assert chain.attention_ops == 4 * 64 * 2 * (41 + 42) and prompt.attention_ops == 4 * 64 * 2 * (1 + 2 + 3)
-    assert prompt.num_bytes == subject.weight_bytes
+    hybrid = least_work(shapes.get_shape("qwen3.5-4b"), 0.0, 32.0, 10, 1, 1, 1)  # 8 layers attend, 24 have states
+    assert prompt.num_bytes == subject.weight_bytes and hybrid.num_bytes == 32 * 10 + 8 * 24 * 32 * 128 * 128
