@@ -1,4 +1,4 @@
-"""`sameseed bench`: prompts x settings, speculative and plain decoding in turns; one record per measurement."""
+"""`sameseed bench`: prompts x settings, speculative and plain decoding interleaved; one record per measurement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _axis(flag: str, hint: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class BenchArgs:
-    """Measure drafters against plain decoding: medians of repetitions in which they take turns.
+    """Measure drafters against plain decoding: medians of repetitions in which they are interleaved.
 
     Lists make a grid: drafts x draft formats x confidences x ks x overlaps x temperatures x batch sizes x formats. The
     whole grid is checked before anything is measured. Ctrl-C ends it, and keeps whole repetitions. `bench serve`
@@ -61,7 +61,7 @@ class BenchArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if a text differed from plain decoding's. `bench serve` loads a server."""
+    """Parse, measure, write; exit code 1 if an output differed from plain decoding's. `bench serve` loads a server."""
     if argv and argv[0] == "serve":
         from sameseed.cli import bench_serve
 

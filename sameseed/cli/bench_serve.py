@@ -29,8 +29,8 @@ class BenchServeArgs:
     """Measure what clients get from a server with OpenAI's API (sameseed, vLLM, llama-server).
 
     The load: clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates), with
-    prompts of given lengths. With --compare-speculation or --baseline-url, two arms take turns over the same prompts
-    and seeds, and their texts are compared.
+    prompts of given lengths. With --compare-speculation or --baseline-url, two arms are interleaved over the same
+    prompts and seeds, and their outputs are compared.
     """
 
     url: str = "http://127.0.0.1:8000"  # the server
@@ -46,7 +46,7 @@ class BenchServeArgs:
     num_requests: Annotated[int | None, option("N")] = None  # requests per repetition; unset: 4 per client, at least 8
     max_seconds: Annotated[float | None, option("S")] = None  # for one run of an arm; then no more is sent
     warm_up: int = 2  # requests of each arm before it is measured
-    repeat: int = 3  # runs of each arm, in turns
+    repeat: int = 3  # runs of each arm, interleaved
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
     seed: int = 1  # of prompts, arrivals and sampling
@@ -68,7 +68,7 @@ class BenchServeArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if a request failed, or arms wrote different texts."""
+    """Parse, measure, write; exit code 1 if a request failed, or arms generated different outputs."""
     args = parse(BenchServeArgs, argv, prog).args
     settings, arms = _settings(args), _arms(args)
     from sameseed.cli.console import check_outputs

@@ -30,7 +30,7 @@ class EstimateArgs:
 
     Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits) or profiled
     (--cost). Unless --acceptance gives them, acceptance rates are assumed: 0.5 to 0.8 per token
-    that a model guesses, 0.1 to 0.6 per token that is found in the text.
+    that a model drafts, 0.1 to 0.6 per token that is found in the text.
     """
 
     model: Annotated[str | None, Positional, option("MODEL")] = None  # a folder, a GGUF file or a hub id

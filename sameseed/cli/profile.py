@@ -22,7 +22,7 @@ SAME = ("kv_format", "prefill_tokens", "threads", "backend", "device", "repeats"
 
 @dataclass(frozen=True)
 class ProfileArgs:
-    """Measure c(M), the time of a pass over M new tokens relative to one token, in number formats that take turns.
+    """Measure c(M), the time of a pass over M new tokens relative to one token, in number formats that are interleaved.
 
     Also prefill and batch decoding, memory, and the shares of the machine's limits that were reached. Ctrl-C ends the
     measurement and keeps what was measured.

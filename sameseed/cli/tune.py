@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuneArgs:
-    """Choose drafter, formats and draft length: by prediction, then by measurement in turns with plain decoding.
+    """Choose drafter, formats and draft length by prediction, then by runs interleaved with plain decoding.
 
     Answers end at their natural end. The choice is written as TOML for `serve --profile`, LLM(profile=) and the other
     commands, with the predicted and the measured figures, and the settings that lost.
@@ -64,7 +64,7 @@ class TuneArgs:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if a text differed from plain decoding's."""
+    """Parse, measure, write; exit code 1 if an output differed from plain decoding's."""
     args = parse(TuneArgs, argv, prog).args
     if args.engine == "vllm":
         return int(companion("vllm").tune(args))
@@ -170,7 +170,7 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     if found.missed:
         console.print(f"[red]no setting keeps --slo[/]: the best has {found.missed}; allow more, or lower --batch")
     if found.differing:
-        console.print(f"[red]texts differ from plain decoding's[/]: {', '.join(found.differing)}; please report this")
+        console.print(f"[red]outputs differ from plain decoding's[/]: {', '.join(found.differing)}; please report this")
     if before is not None:
         for name in (n for n in before.measured if n in made.measured and n.startswith("speedup")):
             old, new = before.measured[name], made.measured[name]

@@ -88,7 +88,7 @@ def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_
         found,
         state.k,
         state.length,
-        survival=state.survival if counted.accepted_per_pos else (),  # else it is a guess from the mean
+        survival=state.survival if counted.accepted_per_pos else (),  # else it is computed from the mean
         acceptance=state.acceptance,
         batch=state.batch if counted.running or counted.undrafted else None,  # else it is taken as 1
         prompt_tokens=(counted.prompt_tokens or 0.0) / counted.requests if counted.requests else None,

@@ -101,16 +101,18 @@ def find(state: State, pricing: Pricing) -> Iterator[Fault]:
             Fault("too few", f"only {counted.drafts:g} drafts: send more load, or give more --seconds")
         ]
         return
-    yield from _guesses(state)
+    yield from _rightness(state, pricing)
     yield from _lost(state)
     yield from _time(state, pricing)
     yield from _lengths(state, pricing)
     yield from _remarks(state)
 
 
-def _guesses(state: State) -> Iterator[Fault]:
+def _rightness(state: State, pricing: Pricing) -> Iterator[Fault]:
     """Faults of the draft's quality."""
     engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
+    known = pricing.source not in (None, "bound")
+    shorter = length_flags(engine, (known and pricing.best(state.batch)[0]) or 1)
     if first < USELESS:
         says = (
             f"{first:.1%} of first draft tokens are right: a draft of another target, other layers of it, another "
@@ -127,14 +129,14 @@ def _guesses(state: State) -> Iterator[Fault]:
         yield Fault("draft context", says, (own.get(engine, "a draft whose context is the target's"),))
     elif first < WEAK and state.draft_share is not None and state.draft_share < LOOKUP:
         says = f"only {first:.0%} of first draft tokens are right: these outputs repeat little of what came before"
-        yield Fault("weak draft", says, ("--draft HEAD, or a draft model", *length_flags(engine, 1)))
+        yield Fault("weak draft", says, ("--draft HEAD, or a draft model", *shorter))
     elif first < WEAK:
         says = (
             f"only {first:.0%} of first draft tokens are right: a head in too few bits, texts unlike its training, "
             "another chat template, a high temperature, penalties or a grammar"
         )
         flag = "--draft-format bf16" if engine == "sameseed" else "the draft in bf16"
-        yield Fault("weak draft", says, (flag, *length_flags(engine, 1)))
+        yield Fault("weak draft", says, (flag, *shorter))
 
 
 def _lost(state: State) -> Iterator[Fault]:

@@ -23,7 +23,7 @@ WORDS = {
     "want such a table; sameseed's own policy goodput decides by itself.",
     "predicted": "What costs and acceptance promised, with 80 % intervals. error: predicted over measured, "
     "less 1. grade: paper (bytes alone) or profiled (measured costs).",
-    "measured": "What real runs gave, in turns with plain decoding, with 80 % intervals.",
+    "measured": "What real runs gave, interleaved with plain decoding, with 80 % intervals.",
     "quality": "Perplexity of the chosen formats over that of the checkpoint's own weights, with a 95 % interval.",
     "acceptance": "How often the draft's token at each place is the target's own choice.",
     "rejected": "What else was tried. why: slower, first token, memory, late (a bound was missed), quality, dominated "

@@ -164,7 +164,7 @@ def derive(records: Records) -> list[Row]:
 
 
 def _pairs(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Each of our arms with each peer that it took turns with."""
+    """Each of our arms with each peer that it was interleaved with."""
     return [(m, p) for m in rows for p in rows if m["ours"] and not p["ours"] and m["place"] == p["place"]]
 
 
