@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +55,7 @@ def run(argv: Seq[str], prog: str) -> int:
         counted = read_file(Path(args.source))
     found = diagnose(counted, costs, args.plain_tokens_per_s)
     if args.json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(asdict(found)))
         return 0
     from sameseed.cli.console import show_table, stdout_console
 

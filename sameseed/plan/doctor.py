@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,6 @@ class Diagnosis:
     round_ms: float | None = None
     draft_share: float | None = None
     tokens: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_s: float | None = None) -> Diagnosis:

@@ -165,7 +165,7 @@ def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
     s, engine, costs = state, state.counted.engine, pricing.costs
     few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long anyway
     if s.target_s and costs is not None and costs.rows:
-        told = pricing.target_seconds(s.batch * (1 + s.k))
+        told = pricing.cost.target(s.batch * (1 + s.k))
         if s.target_s > BUSY * told:
             says = f"a pass takes {s.target_s * 1e3:.1f} ms, the table says {told * 1e3:.1f}: something else runs here"
             yield Fault("busy machine", says, ("end what else runs", "fewer --threads than cores", "profile again"))

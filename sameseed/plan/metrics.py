@@ -35,7 +35,6 @@ COUNTERS = {
 }
 GAUGES = {
     "running": ("num_requests_running", "requests_processing"),
-    "waiting": ("num_requests_waiting", "requests_deferred"),
     "cache_usage": ("kv_cache_usage_perc",),
 }
 LABELLED = {
@@ -69,7 +68,6 @@ class Counted:
     gap_seconds: float | None = None
     gaps: float | None = None
     running: float | None = None
-    waiting: float | None = None
     cache_usage: float | None = None
     accepted_per_pos: Mapping[str, float] = field(default_factory=dict)
     undrafted: Mapping[str, float] = field(default_factory=dict)

@@ -148,10 +148,6 @@ class Pricing:
         x = expected(self.cost, self.state, k, batch if self.source == "costs" else self.state.batch)
         return x.seconds / x.plain
 
-    def target_seconds(self, rows: float) -> float:
-        """Seconds of a pass of the target, by the cost table."""
-        return self.cost.target(rows)
-
     @property
     def _lengths(self) -> range:
         return range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
