@@ -18,7 +18,6 @@ LAWS = {  # by law: the promises of `verify-server` that test it, and their name
         "seeds": "its seed again, also under load",
     },
     "2, the target's law": {"logprobs": "log-probabilities are the text's"},
-    "4, the reference": {"oracle": "a textbook decoder with its weights"},
 }
 
 

@@ -16,7 +16,6 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sameseed.measure.quality.compare import Comparing
     from sameseed.quantize._plan import QuantizePlan
     from sameseed.quantize._run import Progress, QuantizeResult
 
@@ -46,17 +45,11 @@ class QuantizeArgs:
     original: Annotated[str | None, option("MODEL")] = None  # --head-for: the original target, if its LM head is shared
     overwrite: Annotated[bool, option()] = False  # replace what is at the destination, once the new one is complete
     resume: Annotated[bool, option()] = False  # go on with an interrupted run
-    # then measure the model and the checkpoint side by side, as eval --compare
-    report: Annotated[bool, option()] = False
-    text: Annotated[Path | None, option("FILE")] = None  # --report: text for perplexity; unset: the WikiText-2 test set
-    data: Annotated[Path | None, option("DIR")] = None  # --report: folder of the data sets; unset: from the hub
-    # --report: draw FILE-quality and FILE-cost, as .png and .svg
-    plot: Annotated[Path | None, option("FILE.png")] = None
     json: Annotated[bool, option()] = False  # one JSON object with the errors instead of tables
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Check, quantize, write, report the errors."""
+    """Check, quantize, write, show the errors."""
     args = parse(QuantizeArgs, argv, prog).args
     if args.out is None:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16 -o runs/w4a16")
@@ -68,21 +61,11 @@ def run(argv: Seq[str], prog: str) -> int:
     given["options"] = parse_options(args.options)
     given["candidates"] = tuple(c.strip() for c in args.candidates.split(",") if c.strip())
     plan = QuantizePlan(**given)
-    if not args.report and (args.text or args.data or args.plot):
-        raise ConfigError("--text, --data and --plot are for --report")
-    asked = _report_settings(args) if args.report else None  # first: find out now what is missing
     result = quantized(plan, quiet=args.json)
     if args.json:
         print(json.dumps({"folder": str(result.folder), **result.quantization}))
     else:
         _show(result)
-    if asked is not None:
-        from sameseed.cli.eval import report
-        from sameseed.measure.quality.variant import Variant
-        from sameseed.report import record
-
-        variants = [Variant(args.model), Variant(str(result.folder))]
-        report(variants, asked, record.destination(None, "eval"), args.json, args.plot)
     return 0
 
 
@@ -100,23 +83,6 @@ def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
     folder = turn_head(resolve_model(args.model), target, out, original, args.overwrite)
     print(json.dumps({"folder": str(folder)}) if args.json else f"{folder}: a head for {target}")
     return 0
-
-
-def _report_settings(args: QuantizeArgs) -> Comparing:
-    """The settings of --report, checked as far as possible before the model is quantized."""
-    from sameseed.cli.console import check_outputs
-    from sameseed.measure.quality import compare, suite
-    from sameseed.measure.quality.tasks import TaskSettings
-    from sameseed.report import record
-
-    text = suite.PerplexityText(args.text, tokens=compare.COMPARE_TOKENS)
-    settings = TaskSettings(data=args.data, seed=args.seed)
-    asked = compare.Comparing(settings=settings, text=text, engine={"device": args.device})
-    asked.settings.params(1, ())  # a bad seed fails here
-    suite.check(asked.tasks, asked.settings, asked.text)
-    check_outputs(plot=args.plot)
-    record.destination(None, "eval")
-    return asked
 
 
 def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:

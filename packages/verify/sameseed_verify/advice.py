@@ -19,7 +19,6 @@ ENGINES: dict[str, dict[str, str]] = {
         "ties": "VLLM_BATCH_INVARIANT=1 makes results independent of the batch, on the GPUs that it names",
         "prefix": "--enable-prompt-tokens-details tells of cache hits; --no-enable-prefix-caching switches them off",
         "speculation": "a request cannot switch it: compare with a server that has no --speculative-config (--again)",
-        "oracle": "--generation-config vllm leaves out the model's own penalties and sampling defaults",
     },
     "sglang": {
         "load": "--enable-deterministic-inference makes results independent of the batch",

@@ -42,12 +42,7 @@ class VerifyServerArgs:
     url: Annotated[str, Positional]  # the server's address
     name: Annotated[str | None, option("NAME")] = None  # the model's name on the server; unset: the first listed
     chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
-    model: Annotated[str | None, option("FOLDER")] = None  # its weights: also compare with a textbook decoder
-    format: str = "auto"  # number format of these weights, as the server stores them
-    kv_format: str = "auto"  # number format of the server's KV cache (auto: bf16)
-    # near ties: this share of the largest logit; unset: by format
-    tolerance: Annotated[float | None, option("X")] = None
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: built-in
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl or .txt; unset: built-in
     num_prompts: Annotated[int | None, option("N")] = None  # most prompts; unset: what --requests allow
     max_tokens: int = 48  # longest answer
     requests: int = 200  # most requests
@@ -111,18 +106,13 @@ def _run(args: VerifyServerArgs) -> int:
 async def _ask(args: VerifyServerArgs, endpoint: Endpoint, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     from sameseed_verify import wire
     from sameseed_verify.verify import ServerSettings, verify
-    from sameseed_verify.weights import load_weights
 
     names = ("num_prompts", "max_tokens", "requests", "seconds", "concurrency", "timeout", "seed", "only")
     settings = ServerSettings(args.prompts, **{name: getattr(args, name) for name in names})
     key = _read_key(args.api_key_file, args.api_key_variable)
     with _stages(args.json) as tick:
         async with wire.open_client(key, settings.concurrency + 1, settings.timeout) as client:
-            await wire.introduce(client, endpoint)  # before weights are read
-            weights = None
-            if args.model is not None:
-                weights = load_weights(args.model, args.format, args.kv_format, args.tolerance)
-            return await verify(client, endpoint, settings, weights, earlier, tick)
+            return await verify(client, endpoint, settings, earlier, tick)
 
 
 def _endpoint(args: VerifyServerArgs) -> Endpoint:

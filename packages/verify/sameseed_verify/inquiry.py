@@ -10,7 +10,6 @@ from sameseed_verify import prompts
 from sameseed_verify.ask import Asker, ServerQuestion
 from sameseed_verify.prompts import Prompt
 from sameseed_verify.reading import ServedText
-from sameseed_verify.weights import Weights
 
 HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
 LEAST_TEXTS, LEAST_TOKENS = 4, 64  # least amounts compared for a promise to hold
@@ -96,8 +95,7 @@ def _around(answer: ServedText, at: int) -> str:
 class Inquiry:
     """State shared by all promises. `alone`: greedy answer to each prompt, requested one at a time.
 
-    `scored`: the greedy answers with log-probabilities. `heard`: further greedy answers with the index of their prompt,
-    for the oracle. `earlier`: the report of an earlier run.
+    `scored`: the greedy answers with log-probabilities. `earlier`: the report of an earlier run.
     """
 
     asker: Asker
@@ -106,11 +104,9 @@ class Inquiry:
     concurrency: int
     seed: int
     max_model_len: int | None = None
-    weights: Weights | None = None
     earlier: Mapping[str, Any] | None = None
     alone: list[ServedText] = field(default_factory=list)
     scored: list[ServedText] = field(default_factory=list)
-    heard: list[tuple[int, ServedText]] = field(default_factory=list)
 
     @property
     def chat(self) -> bool:
@@ -129,8 +125,6 @@ class Inquiry:
 
     def compare(self, evidence: Evidence, way: str, index: int, found: ServedText) -> bool:
         """Compare a greedy answer with the answer to the prompt alone; True if they are equal."""
-        if found.error is None:
-            self.heard.append((index, found))
         return evidence.compare(f"{self.prompts[index].id}, {way}", self.alone[index], found)
 
 

@@ -33,13 +33,10 @@ def as_prompt(text: str, chat: bool) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts from a file, or from a set that sameseed knows, e.g. gsm8k:DIR.
+    """Read prompts from a file. Raises VerifyError.
 
     A .jsonl file has {"prompt"} or {"messages"} per line, with an optional "id"; another has one prompt per line.
-    Raises VerifyError.
     """
-    if not path.is_file() and ":" in str(path):
-        return _of_set(path)
     try:
         lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -60,18 +57,6 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         return Prompt(name, None, tuple({"role": m["role"], "content": str(m["content"])} for m in row["messages"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise VerifyError(f'{where}: write {{"prompt": text}} or {{"messages": [{{"role", "content"}}]}}') from None
-
-
-def _of_set(path: Path) -> list[Prompt]:
-    try:
-        from sameseed.errors import SameseedError
-        from sameseed.measure import workload
-    except ModuleNotFoundError:
-        raise VerifyError(f"--prompts {path}: sets need sameseed; pip install sameseed, or give a file") from None
-    try:
-        return [Prompt(p.id, p.text, p.messages) for p in workload.read_prompts(path)]
-    except SameseedError as error:
-        raise VerifyError(str(error)) from None
 
 
 def take(items: Seq[Prompt], limit: int) -> list[Prompt]:

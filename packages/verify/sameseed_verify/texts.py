@@ -177,7 +177,6 @@ async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
             without = await inquiry.asker.ask(inquiry.question(i, fields=off))
             drafting = await inquiry.asker.ask(inquiry.question(i, fields=on))
         evidence.compare(f"{inquiry.prompts[i].id}, speculation on", without, drafting)
-        inquiry.heard += [(i, answer) for answer in (without, drafting) if answer.error is None]
         drafted, accepted = drafted + (drafting.num_drafted or 0), accepted + drafting.num_accepted
         if without.num_drafted:
             evidence.count("drafted_though_off", without.num_drafted)

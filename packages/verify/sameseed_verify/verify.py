@@ -13,18 +13,16 @@ from typing import Any
 
 import httpx
 
-from sameseed_verify import VerifyError, numbers, oracle, texts, ties, wire  # each registers its promises
+from sameseed_verify import VerifyError, numbers, texts, ties, wire  # each registers its promises
 from sameseed_verify.advice import advice, engine_of
 from sameseed_verify.ask import NOT_SENT, Asker, RequestBudget, ServerQuestion
 from sameseed_verify.inquiry import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, PROMISES, Evidence, Inquiry
 from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
 from sameseed_verify.reading import ServedText
-from sameseed_verify.weights import Weights
 from sameseed_verify.wire import Endpoint
 
 SCHEMA = "sameseed.server/1"
-ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again", "oracle")
-ON_DEMAND = {"again": "--again FILE", "oracle": "--model FOLDER"}  # promises tested only if the user gives this option
+ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again")
 # Requests of all promises: FIXED in total, 4 for each seeded prompt, and EACH for every prompt. The latter are those of
 # `alone`, `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
 FIXED = 3 + 3 * ties.MOST_TIES + 4 * ties.MOST_BIASED + 4 * texts.MOST_LONG + numbers.MOST_SCORED
@@ -79,7 +77,6 @@ async def verify(
     client: httpx.AsyncClient,
     endpoint: Endpoint,
     settings: ServerSettings,
-    weights: Weights | None = None,
     earlier: Mapping[str, Any] | None = None,
     tick: Tick = lambda name, done, total: None,
 ) -> dict[str, Any]:
@@ -87,36 +84,26 @@ async def verify(
 
     A server that goes away later is no error: the report then holds the results until that moment.
     """
-    if missing := [name for name in settings.only if not _given(name, weights, earlier)]:
-        raise VerifyError(f"--only {missing[0]} needs {ON_DEMAND[missing[0]]}")
-    chosen = [n for n in ORDER if n in (settings.only or ORDER) and _given(n, weights, earlier)]
+    if "again" in settings.only and earlier is None:
+        raise VerifyError("--only again needs --again FILE")
+    chosen = [n for n in ORDER if n in (settings.only or ORDER) and (n != "again" or earlier is not None)]
     asker, about = await meet(client, endpoint, settings)
     limit = about.get("max_model_len")
     inquiry = Inquiry(asker, [], settings.max_tokens, settings.concurrency, settings.seed)
-    inquiry.max_model_len, inquiry.weights, inquiry.earlier = (
-        limit if isinstance(limit, int) else None,
-        weights,
-        earlier,
-    )
+    inquiry.max_model_len, inquiry.earlier = limit if isinstance(limit, int) else None, earlier
     if earlier is not None:
         _comparable(earlier, asker.endpoint, settings)
     tick("each prompt alone", 0, len(chosen))
     await ask_alone(inquiry, settings)
-    if weights is not None:
-        oracle.acquaint(inquiry)
     found: dict[str, Evidence] = {}
     if "ties" in chosen and "logprobs" not in chosen:  # near ties are found by log-probabilities
         await PROMISES["logprobs"].ask(inquiry, Evidence())
     for done, name in enumerate(chosen):
         tick(PROMISES[name].name, done, len(chosen))
         evidence = found[name] = Evidence()
-        if not asker.budget.died or name in ON_DEMAND:
+        if not asker.budget.died or name == "again":  # which compares answers that are here already
             await PROMISES[name].ask(inquiry, evidence)
     return report(inquiry, settings, engine_of(about.get("owned_by")), found)
-
-
-def _given(name: str, weights: Weights | None, earlier: Mapping[str, Any] | None) -> bool:
-    return {"again": earlier, "oracle": weights}.get(name, True) is not None
 
 
 async def meet(
@@ -232,7 +219,6 @@ def overall(statuses: Seq[str], died: bool) -> str:
 
 
 def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str, Any]:
-    weights = inquiry.weights
     return {
         "engine": engine or "unknown",
         "model": model_name(inquiry.asker.endpoint.model),
@@ -241,7 +227,6 @@ def _config(inquiry: Inquiry, settings: ServerSettings, engine: str) -> dict[str
         "prompts": "built-in" if settings.prompts is None else model_name(str(settings.prompts)),
         "num_prompts": len(inquiry.prompts),
         **{name: getattr(settings, name) for name in ("max_tokens", "requests", "seconds", "concurrency", "seed")},
-        "tolerance": None if weights is None else weights.share,
     }
 
 

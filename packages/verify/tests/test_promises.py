@@ -18,7 +18,7 @@ from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, ServerSett
 from sameseed_verify.wire import Endpoint
 
 SETTINGS = ServerSettings(seconds=1e6)
-ASKED = [name for name in ORDER if name not in ("again", "oracle")]
+ASKED = [name for name in ORDER if name != "again"]
 
 
 async def inquire(
@@ -49,7 +49,7 @@ async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
     assert made["verdict"] == "holds" and EXIT_CODES[made["verdict"]] == 0 and not made["failures"]
     assert made["requests"] == len(server.seen) <= SETTINGS.requests and not made["ended"]
     assert made["config"]["engine"] == "vllm" and made["config"]["model"] == "org/letters"
-    assert made["not_asked"] == ["again", "oracle"]
+    assert made["not_asked"] == ["again"]
     assert entry(made, "load")["numbers"]["written_at_once"] >= 2
     assert entry(made, "speculation")["numbers"]["rejected"] > 0
     assert entry(made, "prefix")["numbers"]["cache_hits"] == 8
@@ -248,9 +248,3 @@ def test_bad_settings_are_refused() -> None:
     ):
         with pytest.raises(VerifyError, match=says):
             ServerSettings(**bad)
-
-
-async def test_promises_that_need_something_say_so() -> None:
-    for name, flag in (("again", "--again FILE"), ("oracle", "--model FOLDER")):
-        with pytest.raises(VerifyError, match=flag):
-            await inquire(PromiseServer(), replace(SETTINGS, only=(name,)))

@@ -38,7 +38,7 @@ def test_our_own_server_keeps_its_promises_now_and_later(
 ) -> None:
     out, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
     ask = ["verify-server", server.url, *BOUNDS]
-    assert main([*ask, "--model", "embedded", "--out", str(out), "--html", str(page), "--json"]) == 0
+    assert main([*ask, "--out", str(out), "--html", str(page), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert {p["id"]: p["status"] for p in found["promises"]} == dict.fromkeys(
         (p["id"] for p in found["promises"]), "holds"
@@ -54,11 +54,6 @@ def test_our_own_server_keeps_its_promises_now_and_later(
     assert "again" in said and "holds: embedded (sameseed), 2 hold" in said
 
 
-def test_weights_of_another_model_are_refused(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify-server", server.url, *BOUNDS, "--model", "embedded-draft"]) == 2
-    assert "another model" in capsys.readouterr().err
-
-
 def test_what_is_wrong_is_said(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,8 +65,7 @@ def test_what_is_wrong_is_said(
         ([server.url, "--requests", "9"], "--requests must be at least 117"),
         ([server.url, "--again", str(tmp_path / "none.jsonl")], "cannot read the earlier report"),
         ([server.url, "--again", str(tmp_path / "empty.jsonl")], "holds no report"),
-        ([server.url, "--only", "oracle"], "needs --model FOLDER"),
-        ([server.url, "--model", str(tmp_path)], "config.json"),
+        ([server.url, "--only", "again"], "needs --again FILE"),
     ):
         assert main(["verify-server", *flags]) == 2
         assert says in capsys.readouterr().err
@@ -88,7 +82,7 @@ def test_it_needs_neither_the_engine_nor_pytorch() -> None:
         "        if name in ('sameseed', 'torch', 'numpy'):\n            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Missing())\n"
         "from sameseed_verify import command, page, verify\n"
-        "sys.exit(command.run(['http://127.0.0.1:9', '--model', 'embedded'], 'x'))"
+        "sys.exit(command.run(['http://127.0.0.1:9'], 'x'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "is it running" in done.stderr, done.stderr

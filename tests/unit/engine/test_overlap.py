@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from sameseed import LLM, SpecConfig, ops
 from sameseed.drafters.draft_model import DraftModelDrafter
@@ -20,12 +20,9 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.overlap import Overlap
 from sameseed.errors import ConfigError
-from sameseed.kvcache.blocks import BlockManager
-from sameseed.lengths.fixed import FixedLength
 from sameseed.request import SamplingParams, Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
-from sameseed.spec.verify import Verified
 
 PROMPTS = random_prompts(6, seed=8)
 ASKED = {
@@ -117,20 +114,6 @@ def test_what_is_ready_is_not_drafted_again(pair: Pair) -> None:
     assert done[0].metrics.as_dict()["num_ahead_kept"] == 10
 
 
-@pytest.mark.parametrize("asked", ["greedy", "sampled"])
-def test_beside_a_real_thread(pair: Pair, asked: str) -> None:
-    """With a real thread: at its own speed, then with a target that is always slower."""
-    plain = texts(run(make_engine(pair), PROMPTS, ASKED[asked]))
-    engine = make_engine(pair, "draft_model", k=4)
-    engine.ahead = Overlap(1)
-    assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
-    engine = patient(make_engine(pair, "draft_model", k=4))
-    assert texts(run(engine, PROMPTS, ASKED[asked])) == plain
-    assert engine.metrics.num_ahead_kept > 10
-    assert isinstance(engine.ahead, Overlap)
-    assert engine.ahead.seconds > 0
-
-
 def test_a_failure_costs_a_guess(pair: Pair, caplog: Any) -> None:
     """A pass ahead that fails, wherever it does, changes no text, leaves nothing behind and is logged once."""
     engine = patient(make_engine(pair, "draft_model", k=4))
@@ -179,35 +162,6 @@ def test_a_target_that_fails_waits_for_the_drafter(pair: Pair) -> None:
     assert ops.num_threads() == threads
     with ahead.beside(Slow(), [seq], Draft.empty(1), [0]):
         assert not running.is_set(), "nothing was drafted: there is nothing to go on from"
-
-
-def test_blocks_are_taken_where_many_are_free(pair: Pair) -> None:
-    """If a cache is nearly full, its blocks are kept for drafts that are certain to be verified."""
-    engine = make_engine(pair, "draft_model", k=4, block=4)
-    drafter = engine.drafter
-    assert isinstance(drafter, DraftModelDrafter)
-    for num_blocks, goes in ((16, True), (7, False)):
-        drafter.runner.blocks = BlockManager(num_blocks, 4)
-        seq = Sequence(0, [3] * 20, SamplingParams(), 0)
-        draft = drafter.propose([seq], [4])
-        assert draft.count(0) == 4
-        assert bool(drafter.ahead([seq], draft, [4], lambda: True)[0]) == goes
-        drafter.release(seq)
-        assert drafter.runner.blocks.num_free == num_blocks
-
-
-def test_the_drafts_context_ends_what_goes_ahead(pair: Pair) -> None:
-    engine = make_engine(pair, "draft_model", k=4)
-    drafter = engine.drafter
-    assert isinstance(drafter, DraftModelDrafter)
-    limit = drafter.followers.limit
-    for length, most in ((limit - 5, 1), (limit - 4, 0), (limit - 7, 3)):
-        seq = Sequence(0, [3] * length, SamplingParams(), 0)
-        draft = drafter.propose([seq], [4])
-        assert draft.count(0) == 4
-        assert len(drafter.ahead([seq], draft, [4], lambda: True)[0]) == most
-        drafter.release(seq)
-    assert_nothing_left(engine)
 
 
 def test_a_shorter_wish_takes_a_part(pair: Pair) -> None:
@@ -290,31 +244,3 @@ def test_no_pass_that_the_target_would_wait_for() -> None:
     ahead._target_seconds = 1000.0
     stop.set()
     assert not going()
-
-
-def test_what_held() -> None:
-    """A guess holds if all draft tokens and its first token are right; otherwise it is dropped."""
-    ahead, draft = Overlap(1), Draft.chains([[7, 8]] * 5)
-    ahead._guesses = [[9, 1], [9, 1], [9, 1], [], [9, 1]]
-    nodes: list[list[int]] = [[0, 1], [0, 1], [0], [0, 1], [0, 1]]
-    result = Verified([[7, 8, 9], [7, 8, 5], [7, 9], [7, 8, 9], [7, 8]], nodes)
-    assert [ahead.outcome(b, draft, result) for b in range(5)] == [True, False, False, None, False]
-    ahead._guesses = []
-    assert ahead.outcome(0, draft, result) is None
-
-
-def test_counters_add_up() -> None:
-    one, other = SpecMetrics(), SpecMetrics()
-    one.update(3, 3, True)
-    one.update(3, 1, False)
-    other.update(3, 1)
-    other.add(one)
-    assert (other.num_ahead, other.num_ahead_kept, other.num_rounds) == (2, 1, 3)
-
-
-def test_goes_ahead_is_off_unless_asked(pair: Pair) -> None:
-    engine = make_engine(pair, "draft_model")
-    run(engine, PROMPTS[:1], ASKED["greedy"])
-    assert not isinstance(engine.ahead, Overlap)
-    assert engine.metrics.num_ahead == 0
-    assert engine.policy == FixedLength(4)
