@@ -70,10 +70,6 @@ class Common(Fields):
     speculation: SpeculationFields | Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None
-    guided_choice: structured.Choices | None = None
-    guided_json: structured.Schema | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
 
     @property
     def limit(self) -> int | None:
@@ -111,7 +107,7 @@ class Common(Fields):
     @property
     def choice(self) -> list[str] | None:
         """The texts that the answer is chosen from; None: the answer is not restricted to given texts."""
-        return self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else None)
+        return self.structured_outputs.choice if self.structured_outputs else None
 
     def keep(self, max_model_len: int) -> int | None:
         """How many tokens at the end of the prompt are kept; None: all. Raises ApiError 400 for 0."""
@@ -125,10 +121,7 @@ class Common(Fields):
 
         Raises ApiError 400 if it is invalid, or given twice.
         """
-        found = self._formats()
-        found += structured.of_guides("guided_", self.guided_json, self.guided_regex, self.guided_grammar, None)
-        if (s := self.structured_outputs) is not None:
-            found += structured.of_guides("structured_outputs.", s.json_, s.regex, s.grammar, s.json_object)
+        found = self._formats() + structured.of_outputs(self.structured_outputs)
         if len(found) + (self.choice is not None) > 1:
             names = [*(s.field for s in found), *(["a choice"] if self.choice else [])]
             raise bad_request(f"{', '.join(names)} contradict each other; give one", found[0].field)
@@ -251,8 +244,7 @@ class ChatFields(Common, Templated):
 
     def source(self, calls: str | None) -> structured.GrammarSource | None:
         source, several = super().source(calls), self.parallel_tool_calls is not False
-        field = "guided_choice" if self.guided_choice else "structured_outputs"
-        beside = structured.GrammarSource("choice", "", field) if self.choice else source
+        beside = structured.GrammarSource("choice", "", "structured_outputs") if self.choice else source
         return structured.of_tools(self.tools or [], self.tool_choice, several, calls, beside) or source
 
 

@@ -34,7 +34,7 @@ _REASONS = {
     "prompts are text or token ids": "prompt_embeds",
     "use no 'functions'; they are not offered": "functions function_call",
     "tools are for /v1/chat/completions": "tools tool_choice",
-    "use 'guided_grammar'": "grammar ebnf",
+    "use 'structured_outputs'": "guided_choice guided_json guided_regex guided_grammar grammar ebnf regex",
     "space between parts of JSON is one character at most": "guided_whitespace_pattern",
     "use 'tools'": "structural_tag",
     "the model's own chat template is used, never a request's": "chat_template",
@@ -68,7 +68,6 @@ _REASONS = {
     "use 'temperature'": "dynatemp_range",
     "use 'max_tokens'": "n_predict max_new_tokens",
     "use 'min_tokens'": "min_new_tokens",
-    "use 'guided_regex'": "regex",
     "use 'response_format'": "json_schema",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

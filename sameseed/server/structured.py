@@ -1,4 +1,4 @@
-"""Structured output: turns `response_format`, `structured_outputs`, `guided_*` and `tools` into grammars to compile."""
+"""Structured output: turns `response_format`, `structured_outputs` and `tools` into grammars to compile."""
 
 from __future__ import annotations
 
@@ -100,22 +100,22 @@ def of_format(chosen: PlainFormat | SchemaFormat | FlatSchemaFormat | None, name
     return [GrammarSource("json", schemas.check(given.schema_, name), name)]
 
 
-def of_guides(
-    name: str, json_schema: Schema | None, regex: str | None, grammar: str | None, json_object: bool | None
-) -> list[GrammarSource]:
-    """The grammars that vLLM's fields ask for. `name`: the prefix of the fields' names. Raises ApiError 400."""
-    found: list[GrammarSource] = []
-    if json_schema is not None:
-        found.append(GrammarSource("json", schemas.check(json_schema, f"{name}json"), f"{name}json"))
+def of_outputs(asked: StructuredOutputs | None) -> list[GrammarSource]:
+    """The grammars that vLLM's field asks for, but for a choice. Raises ApiError 400."""
+    name, found = "structured_outputs", list[GrammarSource]()
+    if asked is None:
+        return found
+    if asked.json_ is not None:
+        found.append(GrammarSource("json", schemas.check(asked.json_, f"{name}.json"), f"{name}.json"))
     for kind, text, what, most in (
-        ("regex", regex, "pattern", limits.MAX_REGEX),
-        ("grammar", grammar, "grammar", limits.MAX_GRAMMAR),
+        ("regex", asked.regex, "pattern", limits.MAX_REGEX),
+        ("grammar", asked.grammar, "grammar", limits.MAX_GRAMMAR),
     ):
         if text is not None:
-            field = f"{name}{kind}"
+            field = f"{name}.{kind}"
             found.append(GrammarSource(kind, schemas.check_text(text, field, what, most), field))
-    if json_object:
-        found.append(GrammarSource("object", "", f"{name}json_object"))
+    if asked.json_object:
+        found.append(GrammarSource("object", "", f"{name}.json_object"))
     return found
 
 

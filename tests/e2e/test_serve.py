@@ -255,17 +255,18 @@ def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
 def test_choices_that_are_given(http: httpx.Client) -> None:
     choices = ["yes", "no", "für 你好", "yes, of course"]
     fields = {"temperature": 1.5, "max_tokens": 30, "n": 8, "seed": 3}
-    made = complete(http, "is it?", guided_choice=choices, **fields)
+    made = complete(http, "is it?", structured_outputs={"choice": choices}, **fields)
     texts = [c["text"] for c in made["choices"]]
     assert set(texts) <= set(choices) and len(set(texts)) > 1
     assert {c["finish_reason"] for c in made["choices"]} == {"stop"}
     same = complete(http, "is it?", structured_outputs={"choice": choices}, speculation="off", **fields)
     assert [c["text"] for c in same["choices"]] == texts
-    chat = {"messages": [{"role": "user", "content": "is it?"}], "guided_choice": ["no"]}
+    chat = {"messages": [{"role": "user", "content": "is it?"}], "structured_outputs": {"choice": ["no"]}}
     assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == "no"
-    assert refused(http, prompt="x", guided_choice=[])["param"] == "guided_choice"
-    assert text_of(http, "x", guided_choice=["a"], ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
-    assert "no token was left" in refused(http, prompt="x", guided_choice=["a"], allowed_token_ids=[0])["message"]
+    assert refused(http, prompt="x", guided_choice=["a"])["param"] == "guided_choice"
+    only = {"choice": ["a"]}
+    assert text_of(http, "x", structured_outputs=only, ignore_eos=True, min_tokens=9) == "a", "it ends where it ends"
+    assert "no token was left" in refused(http, prompt="x", structured_outputs=only, allowed_token_ids=[0])["message"]
     assert refused(http, prompt="x", structured_outputs={"lark": "a*"})["param"] == "structured_outputs"
 
 

@@ -105,11 +105,11 @@ def test_languages(http: httpx.Client) -> None:
     """Each form of constraint holds and allows several texts; drafts and streaming do not change the texts."""
     array = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
     forms: list[tuple[dict[str, Any], Any]] = [
-        ({"guided_regex": r"a{1,3}(b|für)"}, re.compile(r"a{1,3}(b|für)").fullmatch),
+        ({"structured_outputs": {"regex": r"a{1,3}(b|für)"}}, re.compile(r"a{1,3}(b|für)").fullmatch),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, re.compile("[ab]{3}").fullmatch),
-        ({"guided_grammar": 'root ::= "yes" | "no" "!"*'}, re.compile("yes|no!*").fullmatch),
+        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no" "!"*'}}, re.compile("yes|no!*").fullmatch),
         ({"structured_outputs": {"grammar": "start: /[0-9]{2}/"}}, re.compile("[0-9]{2}").fullmatch),
-        ({"guided_json": array}, lambda text: 0 < len(json.loads(text)) < 4),
+        ({"structured_outputs": {"json": array}}, lambda text: 0 < len(json.loads(text)) < 4),
         ({"structured_outputs": {"json": json.dumps(array)}}, lambda text: set(json.loads(text)) <= {"a", "b"}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": array}}},
@@ -199,33 +199,36 @@ def test_a_format_beside_tools(http: httpx.Client) -> None:
     assert kinds == {"call", "format"}
     for name, more in {
         "response_format": {"response_format": form, "tool_choice": "required"},
-        "guided_regex": {"guided_regex": "a+"},
-        "guided_choice": {"guided_choice": ["a"]},
+        "structured_outputs.regex": {"structured_outputs": {"regex": "a+"}},
+        "structured_outputs": {"structured_outputs": {"choice": ["a"]}},
     }.items():
         error = http.post("/v1/chat/completions", json=asked | more)
         assert error.status_code == 400 and error.json()["error"]["param"] == name
 
 
 BOMBS: list[dict[str, Any]] = [
-    {"guided_regex": "(" * 60 + "a" + "){1,999}" * 60},
-    {"guided_regex": "(a{1,9999}){1,9999}b{1,9999}"},
-    {"guided_json": {"type": "string", "minLength": 10**9}},
+    {"structured_outputs": {"regex": "(" * 60 + "a" + "){1,999}" * 60}},
+    {"structured_outputs": {"regex": "(a{1,9999}){1,9999}b{1,9999}"}},
+    {"structured_outputs": {"json": {"type": "string", "minLength": 10**9}}},
     {
-        "guided_json": {
-            "type": "array",
-            "items": {"type": "array", "maxItems": 9999, "minItems": 9999},
-            "minItems": 99999,
+        "structured_outputs": {
+            "json": {
+                "type": "array",
+                "items": {"type": "array", "maxItems": 9999, "minItems": 9999},
+                "minItems": 99999,
+            }
         }
     },
-    {"guided_json": {"enum": [f"x{i}" for i in range(5000)]}},
+    {"structured_outputs": {"json": {"enum": [f"x{i}" for i in range(5000)]}}},
     {
-        "guided_grammar": "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(60))
-        + '\nr60 ::= "b"\nroot ::= r0'
+        "structured_outputs": {
+            "grammar": "\n".join(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(60)) + '\nr60 ::= "b"\nroot ::= r0'
+        }
     },
-    {"guided_grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000},
-    {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
-    {"guided_regex": "(?=a)"},
-    {"guided_json": {"not": {}}},
+    {"structured_outputs": {"grammar": "root ::= " + "(" * 30000 + '"a"' + ")" * 30000}},
+    {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},
+    {"structured_outputs": {"regex": "(?=a)"}},
+    {"structured_outputs": {"json": {"not": {}}}},
 ]
 
 
@@ -242,7 +245,7 @@ def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
 def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
     """Whatever happens to the compiler, the answer comes in bounded time, and no other request is affected."""
-    assert texts(http, guided_regex="[ab]{2}", n=1), "with this the compiler's process is there"
+    assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1), "with this the compiler's process is there"
     engine, aside = server.engine_pid, program_of(server.process.pid, "aside")
     response = asked_again(http, bomb)
     assert response.status_code in (200, 400, 503), response.text
@@ -251,7 +254,7 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
         said = re.sub(r"#[/$\w]+|'/'", "", error["message"])  # without pointers into the schema: no file of the server
         assert error["param"] in bomb and "/" not in said, error
     assert server.engine_pid == engine and program_of(server.process.pid, "aside") == aside
-    assert texts(http, guided_regex="[ab]{2}", n=1)
+    assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1)
 
 
 def test_most_bombs_are_refused(http: httpx.Client) -> None:
@@ -271,8 +274,8 @@ def test_templates_cannot_hang_the_server(server: Server, http: httpx.Client, co
 
 
 def test_a_dead_helper_is_replaced(server: Server, http: httpx.Client) -> None:
-    assert texts(http, guided_regex="[ab]{2}", n=1)
+    assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1)
     for pid in [p for p in children(server.process.pid) if p != server.engine_pid]:
         os.kill(pid, signal.SIGKILL)
-    assert texts(http, guided_regex="[ab]{3}", n=1)
+    assert texts(http, structured_outputs={"regex": "[ab]{3}"}, n=1)
     assert http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 2}).status_code == 200

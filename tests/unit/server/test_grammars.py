@@ -65,7 +65,7 @@ async def test_bounded_by_bytes() -> None:
 async def test_refusals_are_remembered_and_bounded() -> None:
     helper = Pretended()
     grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
-    for name in ("guided_regex", "structured_outputs.regex"):
+    for name in ("tools", "structured_outputs.regex"):
         with pytest.raises(ApiError) as caught:
             await grammars.compiled(GrammarSource("regex", "bad", name))
         assert caught.value.param == name
@@ -260,7 +260,7 @@ PATTERNS: dict[str, list[str]] = {
 def test_a_pattern_matches_a_part_of_the_text(words: Matching, pattern: str) -> None:
     """As JSON Schema says, and as `re.search` does."""
     for schema in ({"type": "string", "pattern": pattern}, {"type": "object", "propertyNames": {"pattern": pattern}}):
-        source = schemas.check(schema, "guided_json")
+        source = schemas.check(schema, "response_format")
         matched = words.matched(words.language(words.compiled("json", source)))
         for text in PATTERNS[pattern]:
             written = json.dumps(text) if "pattern" in schema else f'{{{json.dumps(text)}:"x"}}'

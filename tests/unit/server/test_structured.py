@@ -30,19 +30,16 @@ def test_one_meaning_however_it_is_said() -> None:
         source(response_format=by_name),
         source(ChatFields, response_format=by_name),
         source(ResponseFields, text={"format": flat}),
-        source(guided_json=NAME),
-        source(guided_json=json.dumps(NAME)),
         source(structured_outputs={"json": NAME}),
+        source(structured_outputs={"json": json.dumps(NAME)}),
     ]
     assert {(s.kind, s.text) for s in made} == {("json", json.dumps(NAME))}
     assert len({s.key for s in made}) == 1
     anything = [source(response_format={"type": "json_object"}), source(structured_outputs={"json_object": True})]
     assert {s.kind for s in anything} == {"object"}
-    assert source(guided_regex="a+").kind == source(structured_outputs={"regex": "a+"}).kind == "regex"
-    assert source(guided_grammar='root ::= "a"') == source(structured_outputs={"grammar": 'root ::= "a"'})._replace(
-        field="guided_grammar"
-    )
-    assert source(response_format={"type": "text"}) is None and source(guided_choice=["a"]) is None
+    assert source(structured_outputs={"regex": "a+"}).kind == "regex"
+    assert source(structured_outputs={"grammar": 'root ::= "a"'}).field == "structured_outputs.grammar"
+    assert source(response_format={"type": "text"}) is None is source(structured_outputs={"choice": ["a"]})
     assert source(ResponseFields, text={"format": {"type": "text"}}) is None
 
 
@@ -52,18 +49,18 @@ def test_one_meaning_however_it_is_said() -> None:
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": NAME}}},
-        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-        {"guided_choice": ["a"], "guided_regex": "a"},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"choice": ["a"], "regex": "a"}},
         {"structured_outputs": {"regex": "a", "grammar": 'root ::= "a"'}},
         {"structured_outputs": {"xml": "a"}},
         {"structured_outputs": {}},
         {"structured_outputs": {"json_object": False}},
-        {"guided_json": "no json"},
-        {"guided_json": 5},
-        {"guided_regex": "a" * (limits.MAX_REGEX + 1)},
-        {"guided_regex": "(" * 65},
-        {"guided_grammar": "a" * (limits.MAX_GRAMMAR + 1)},
-        {"guided_grammar": "root ::= " + "(" * 30000},
+        {"structured_outputs": {"json": "no json"}},
+        {"structured_outputs": {"json": 5}},
+        {"structured_outputs": {"regex": "a" * (limits.MAX_REGEX + 1)}},
+        {"structured_outputs": {"regex": "(" * 65}},
+        {"structured_outputs": {"grammar": "a" * (limits.MAX_GRAMMAR + 1)}},
+        {"structured_outputs": {"grammar": "root ::= " + "(" * 30000}},
     ],
 )
 def test_refused(fields: dict[str, Any]) -> None:
@@ -74,9 +71,9 @@ def test_refused(fields: dict[str, Any]) -> None:
 
 def test_a_schema_that_is_no_json_is_named() -> None:
     for fields, name in (
-        ({"guided_json": "{bad"}, "guided_json"),
+        ({"structured_outputs": {"json": "{bad"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
-        ({"guided_json": '{"a":' * 70 + "1" + "}" * 70}, "guided_json"),
+        ({"structured_outputs": {"json": '{"a":' * 70 + "1" + "}" * 70}}, "structured_outputs.json"),
     ):
         with pytest.raises(ApiError) as caught:
             source(**fields)
@@ -143,9 +140,9 @@ REFUSED: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("word", "schema"), REFUSED)
 def test_schemas_that_cannot_be_enforced(word: str, schema: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        schemas.check(schema, "guided_json")
+        schemas.check(schema, "response_format")
     assert caught.value.status == 400 and word in caught.value.message, caught.value.message
-    assert caught.value.param == "guided_json"
+    assert caught.value.param == "response_format"
 
 
 ACCEPTED: list[Any] = [
@@ -237,7 +234,7 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
         schema = {rng.choice(keywords): value(2) for _ in range(rng.randrange(1, 4))}
         schema |= {"type": rng.choice(["object", "array", "string"])} if rng.random() < 0.5 else {}
         try:
-            schemas.check(schema, "guided_json")
+            schemas.check(schema, "response_format")
             taken += 1
         except ApiError as error:
             assert error.status == 400
