@@ -1,6 +1,6 @@
 """vLLM's --speculative-config: translates drafts, and knows vLLM's own methods and keys, and since when it has them.
 
-Checked against vLLM 0.20 to 0.33. What changes the distribution of texts (vLLM's lossy and synthetic acceptance) is not
+Checked against vLLM 0.29 to 0.33. What changes the distribution of texts (vLLM's lossy and synthetic acceptance) is not
 available.
 """
 
@@ -22,19 +22,8 @@ OLDEST: Version = (0, 29)  # has --per-request-spec-decode-metrics, and the serv
 OVER_STAGES = "a draft with weights over several groups of layers"
 ON_ONE = "a draft model with a draft_tensor_parallel_size of 1"
 NGRAM_AHEAD = "ngram with asynchronous scheduling"
-# Since which version vLLM has a feature; (0, 20) is the oldest version that was checked.
-SINCE: Mapping[str, Version] = {
-    **dict.fromkeys(("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash"), (0, 20)),
-    **dict.fromkeys(("draft_tensor_parallel_size", "parallel_drafting", "int8_per_token_head"), (0, 20)),
-    **dict.fromkeys(("suffix_decoding_max_cached_requests", "fp8_per_token_head"), (0, 20)),
-    **dict.fromkeys(("dspark", "int4_per_token_head"), (0, 25)),
-    "draft_sample_method": (0, 22),
-    "num_speculative_tokens_per_batch_size": (0, 24),
-    "--per-request-spec-decode-metrics": (0, 29),
-    OVER_STAGES: (0, 30),
-    ON_ONE: (0, 31),
-    NGRAM_AHEAD: (0, 32),
-}
+# Since which version vLLM has a feature that the oldest one lacks.
+SINCE: Mapping[str, Version] = {OVER_STAGES: (0, 30), ON_ONE: (0, 31), NGRAM_AHEAD: (0, 32)}
 # Options that vLLM has too, with the drafters' own defaults, copied: loading a drafter would load torch.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"min_ngram": 2, "max_ngram": 4},

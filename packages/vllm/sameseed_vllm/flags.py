@@ -110,13 +110,10 @@ def check(
             "--nodes needs Ray, which is not installed beside vLLM: pip install ray there, and start a cluster with "
             "`ray start`"
         )
-    wants = [str(word) for word in (method, cache, *spec) if word in SINCE]
     over = spread.stages > 1 and method in WITH_WEIGHTS
-    wants += [OVER_STAGES] if over else []
     alone = method == "draft_model" and spec.get("draft_tensor_parallel_size", 1) < spread.tensor_parallel_size
-    wants += [ON_ONE] if alone else []
-    for word in wants:
-        if installed.number < SINCE[word]:
+    for word, wanted in ((OVER_STAGES, over), (ON_ONE, alone)):
+        if wanted and installed.number < SINCE[word]:
             raise ConfigError(
                 f"vLLM {version} has no {word}, {_text(SINCE[word])} is the first; update it, or leave it out"
             )

@@ -11,7 +11,7 @@ import pytest
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed_vllm import draft as vllm_draft, environments, flags as vllm
+from sameseed_vllm import environments, flags as vllm
 from sameseed_vllm.environments import BIND, cores_of_workers, environment
 from sameseed_vllm.flags import Installed, Spread
 
@@ -401,7 +401,3 @@ def test_notes() -> None:
     assert "temperature is not 0 are refused" in vllm.notes(CPU, {"method": "draft_model"})[0]
     assert vllm.greedy_only(CPU, ngram) and not vllm.greedy_only(CPU, None) and not vllm.greedy_only(GPU, ngram)
     assert vllm.shares_past({"method": "suffix"}) and not vllm.shares_past(suffix) and not vllm.shares_past(None)
-
-
-def test_every_method_and_key_has_a_version() -> None:
-    assert {*vllm_draft.KEYS, *vllm_draft.OWN, *vllm_draft.WITH_WEIGHTS, *vllm.OPTIONS} <= vllm_draft.SINCE.keys()
