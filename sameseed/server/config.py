@@ -17,6 +17,7 @@ from tyro.conf import arg
 
 from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
+from sameseed.fields import check_ranges, within
 from sameseed.server.reasoning import PARSERS
 
 log = logging.getLogger("sameseed.server")
@@ -30,7 +31,7 @@ class ServerFlags:
     """Server settings that are also flags of `sameseed serve`. The comment at a field is the flag's help text."""
 
     host: str = "127.0.0.1"  # address to listen on; needs a key if other machines can reach it
-    port: int = 8000  # port to listen on; 0 takes a free one
+    port: int = within(8000, 0, 65535)  # port to listen on; 0 takes a free one
     uds: Annotated[Path | None, arg(metavar="PATH")] = None  # UNIX socket to listen on, instead of host and port
     ssl_certfile: Annotated[Path | None, arg(metavar="FILE")] = None  # certificate chain (PEM): https instead of http
     ssl_keyfile: Annotated[Path | None, arg(metavar="FILE")] = None  # its key; unset: in the same file
@@ -38,11 +39,11 @@ class ServerFlags:
     cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
     reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss", "openai_gptoss"] | None = None  # reasoning's marks
     # most draft tokens per round that a request may ask for
-    max_draft_tokens: Annotated[int, arg(metavar="N")] = MAX_DRAFT_TOKENS
-    max_queue: int = 256  # sequences that may wait; further requests are refused with 429
-    request_timeout: float = 600.0  # seconds for one request
-    drain_timeout: float = 30.0  # seconds that running requests get after SIGTERM
-    load_timeout: float = 1800.0  # vllm: seconds to get ready; after that it counts as dead
+    max_draft_tokens: Annotated[int, arg(metavar="N")] = within(MAX_DRAFT_TOKENS, 0, MAX_DRAFT_TOKENS)
+    max_queue: int = within(256, 0)  # sequences that may wait; further requests are refused with 429
+    request_timeout: float = within(600.0, 0, above=True)  # seconds for one request
+    drain_timeout: float = within(30.0, 0)  # seconds that running requests get after SIGTERM
+    load_timeout: float = within(1800.0, 0, above=True)  # vllm: seconds to get ready; after that it counts as dead
     metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # prefix of the names in /metrics
 
 
@@ -57,18 +58,11 @@ class ServerConfig(ServerFlags):
     detailed: bool = False  # does each answer list every round's drafted and accepted tokens?
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("port must lie in 0..65535; 8000 is usual")
-        if self.max_queue < 0:
-            raise ConfigError("max_queue must be at least 0")
-        if not (self.request_timeout > 0 and self.load_timeout > 0) or not self.drain_timeout >= 0:
-            raise ConfigError("request_timeout and load_timeout must be above 0, drain_timeout at least 0 seconds")
+        check_ranges(self)
         if self.metrics_prefix not in PREFIXES:
             raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}")
         if self.reasoning_parser not in (None, *PARSERS):
             raise ConfigError(f"reasoning_parser must be one of {', '.join(PARSERS)}")
-        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ConfigError(f"max_draft_tokens must lie in 0..{MAX_DRAFT_TOKENS}")
         self.tls()
         if not self.loopback and not self.keys:
             raise ConfigError(

@@ -19,7 +19,7 @@ from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed_vllm import client as vllm, environments, relay
 from sameseed_vllm.client import VllmClient
-from sameseed_vllm.environments import cores_of_workers, look
+from sameseed_vllm.environments import look
 from sameseed_vllm.link import Link
 from sameseed_vllm.passable import REFUSED, check
 from sameseed_vllm.proxy import PATHS, create_proxy, salt
@@ -275,14 +275,6 @@ async def test_open_streams_end_with_the_connection(tmp_path: Path, length: byte
         await asyncio.wait_for(reading, 20)
     await asyncio.wait_for(left.wait(), 20)
     server.close()
-
-
-def test_cores_are_dealt_out_by_node(tmp_path: Path) -> None:
-    for cpu in range(8):
-        (tmp_path / f"node/node{cpu % 2}/cpu{cpu}").mkdir(parents=True)
-    assert cores_of_workers(2, set(range(8)), tmp_path) is None, "vLLM itself gives each worker a node"
-    assert cores_of_workers(4, set(range(8)), tmp_path) == "0,2|4,6|1,3|5,7"
-    assert cores_of_workers(3, {4}, tmp_path) == "4|4|4"
 
 
 ENTRY = "import sys, time\ndef main():\n    print(sys.argv, sys.path[0], flush=True)\n    time.sleep(60)\n"
