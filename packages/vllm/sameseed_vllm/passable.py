@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sameseed.server import limits, reading
+from sameseed.habits import REQUEST
+from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 
 # Fields that run a client's program, load a client's tensors, or reach vLLM's internals.
 _ALIKE: tuple[str, ...] = ("prompt_embeds", "chat_template", "logits_processors", "use_beam_search")
 _ALIKE += ("previous_response_id", "background")
-REFUSED = {name: reading.REFUSED[name] for name in _ALIKE} | {
+REFUSED = {name: REQUEST[name].why for name in _ALIKE} | {
     "vllm_xargs": "vLLM's inner arguments are not for clients",
     "kv_transfer_params": "vLLM's inner arguments are not for clients",
     "mm_processor_kwargs": "text only",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from sameseed.habits import REQUEST
 from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
 from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFields, ResponseFields, TokenizeFields
-from sameseed.server.reading import REFUSED, read
+from sameseed.server.reading import read
 from sameseed.server.service import sampling, speculation
 
 ROUTES: list[tuple[Any, dict[str, Any]]] = [
@@ -169,7 +170,7 @@ def test_items_of_responses_become_messages() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REQUEST))
 def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
     for kind, body in ROUTES:
         if name in kind.model_fields:
