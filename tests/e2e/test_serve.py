@@ -208,10 +208,10 @@ def test_dashboards_find_what_they_select(http: httpx.Client) -> None:
     for panel in panels:
         for expression in (target["expr"] for target in panel["targets"]):
             summed = {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(", ")}
-            selected = re.findall(r"(vllm:\w+)\{([^}]*)\}", expression)
+            selected = re.findall(r"\b(vllm:\w+|http_\w+)(?:\{([^}]*)\})?", expression)
             known = set.union(*(found.get(name, set()) for name, _ in selected))
             assert all(found.get(name, set()) >= set(re.findall(r"(\w+)=~", labels)) for name, labels in selected)
-            assert summed <= known and "model_name" in known, panel["title"]
+            assert summed <= known and ("model_name" in known) == ("vllm:" in expression), panel["title"]
 
 
 def test_fields_that_change_the_prompt_and_how_it_is_told(http: httpx.Client, llm: LLM) -> None:

@@ -252,7 +252,7 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
     if response.status_code == 400:
         error = response.json()["error"]
         said = re.sub(r"#[/$\w]+|'/'", "", error["message"])  # without pointers into the schema: no file of the server
-        assert error["param"] in bomb and "/" not in said, error
+        assert error["param"].partition(".")[0] in bomb and "/" not in said, error
     assert server.engine_pid == engine and program_of(server.process.pid, "aside") == aside
     assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1)
 
