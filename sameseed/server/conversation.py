@@ -115,76 +115,40 @@ class ReasoningItem(Fields):
         return "".join(part["text"] for part in self.content or () if isinstance(part.get("text"), str))
 
 
-class CallItem(Function):
-    """A tool call in an earlier answer, as /v1/responses gives it."""
+def plain(items: Seq[Message | AnswerMessage | ReasoningItem]) -> list[dict[str, Any]]:
+    """Items as messages in OpenAI's format. Reasoning becomes part of the answer after it.
 
-    type: Literal["function_call"]
-    call_id: Annotated[str, Field(max_length=128)]
-
-
-class CallOutputItem(Fields):
-    """The result of a tool call, as /v1/responses takes it."""
-
-    type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(max_length=128)]
-    output: Content
-
-
-AnyItem = Message | AnswerMessage | ReasoningItem | CallItem | CallOutputItem
-
-
-def plain(items: Seq[AnyItem]) -> list[dict[str, Any]]:
-    """Items as messages in OpenAI's format.
-
-    Reasoning, and calls in an item of their own, become part of the answer that they belong to. Raises ApiError 400 if
-    the arguments of calls hold too many values.
+    Raises ApiError 400 if the arguments of calls hold too many values.
     """
     made: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for item in items:
         if isinstance(item, ReasoningItem):
             thoughts.append(item.text)
-        elif isinstance(item, CallItem):
-            if thoughts or not made or made[-1]["role"] != "assistant":
-                made.append({"role": "assistant"})
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            made[-1].setdefault("tool_calls", []).append(call)
-        elif isinstance(item, CallOutputItem):
-            output = item.model_dump()["output"]
-            made.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
-        else:
-            made.append(item.plain())
-        if thoughts and not isinstance(item, ReasoningItem):
-            if made[-1]["role"] == "assistant" and any(thoughts):
-                made[-1].setdefault("reasoning_content", "\n".join(thoughts))
-            thoughts = []
+            continue
+        made.append(item.plain())
+        if isinstance(item, AnswerMessage) and any(thoughts):
+            made[-1].setdefault("reasoning_content", "\n".join(thoughts))
+        thoughts = []
     called = [c["function"]["arguments"] for m in made for c in m.get("tool_calls", ())]
     limits.check_values("".join(called).encode("utf-8", "replace"), "the arguments of tool calls hold")
     return made
 
 
-def _tag(value: Any, items: Seq[str] = ()) -> str:
-    """The form of a message, or of an item of these types."""
-    if not isinstance(value, dict):
-        return "message"
-    kind = value.get("type")
-    if isinstance(kind, str) and kind in items:
-        return kind
-    return "answer" if value.get("role") == "assistant" or value.get("tool_calls") else "message"
+def _turn(value: Any) -> str:
+    answers = isinstance(value, dict) and (value.get("role") == "assistant" or value.get("tool_calls"))
+    return "answer" if answers else "message"
 
 
-_ITEMS = ("reasoning", "function_call", "function_call_output")
+def _item(value: Any) -> str:
+    return "reasoning" if isinstance(value, dict) and value.get("type") == "reasoning" else _turn(value)
+
+
 _OfChat = Annotated[AnswerMessage, Tag("answer")] | Annotated[Message, Tag("message")]
-_OfResponses = (
-    _OfChat
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-)
+_OfResponses = _OfChat | Annotated[ReasoningItem, Tag("reasoning")]
 _MANY = Field(min_length=1, max_length=limits.MAX_MESSAGES)
-Messages = Annotated[list[Annotated[_OfChat, Discriminator(lambda value: _tag(value))]], _MANY]
-Items = Annotated[list[Annotated[_OfResponses, Discriminator(lambda value: _tag(value, _ITEMS))]], _MANY]
+Messages = Annotated[list[Annotated[_OfChat, Discriminator(_turn)]], _MANY]
+Items = Annotated[list[Annotated[_OfResponses, Discriminator(_item)]], _MANY]
 
 
 class OfferedFunction(Fields):

@@ -152,8 +152,6 @@ def test_items_of_responses_become_messages() -> None:
         {"role": "user", "content": "x"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "a"}]},
-        {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
-        {"type": "function_call_output", "call_id": "c", "output": "3"},
         {
             "type": "message",
             "role": "assistant",
@@ -161,11 +159,9 @@ def test_items_of_responses_become_messages() -> None:
             "status": "completed",
         },
     ]
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert read(ResponseFields, {"input": items}).content().messages == [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": [items[2]["content"][0]], "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "content": "3", "tool_call_id": "c"},
+        {"role": "assistant", "content": [items[2]["content"][0]], "reasoning_content": "hm"},
         {"role": "assistant", "content": [{"type": "text", "text": "no"}]},
     ]
 
