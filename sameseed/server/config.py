@@ -22,7 +22,6 @@ from sameseed.server.reasoning import PARSERS
 
 log = logging.getLogger("sameseed.server")
 KEY_VARIABLE = "SAMESEED_API_KEY"
-PREFIXES = ("vllm:", "sameseed:")
 _SHORTEST_KEY = 8
 
 
@@ -44,7 +43,6 @@ class ServerFlags:
     request_timeout: float = within(600.0, 0, above=True)  # seconds for one request
     drain_timeout: float = within(30.0, 0)  # seconds that running requests get after SIGTERM
     load_timeout: float = within(1800.0, 0, above=True)  # vllm: seconds to get ready; after that it counts as dead
-    metrics_prefix: Literal["vllm:", "sameseed:"] = "vllm:"  # prefix of the names in /metrics
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ class ServerConfig(ServerFlags):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.metrics_prefix not in PREFIXES:
-            raise ConfigError(f"metrics_prefix must be one of {', '.join(PREFIXES)}")
         if self.reasoning_parser not in (None, *PARSERS):
             raise ConfigError(f"reasoning_parser must be one of {', '.join(PARSERS)}")
         self.tls()

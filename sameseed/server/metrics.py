@@ -1,4 +1,4 @@
-"""/metrics: vLLM's names, with its prefix or ours. The engine's counters continue when its process is restarted."""
+"""/metrics: vLLM's names. The engine's counters continue when its process is restarted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sameseed.server.connection import Visit
     from sameseed.server.replies import Reply
 
+PREFIX = "vllm:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -44,15 +45,15 @@ _COUNTED_BY = (
 class ServerMetrics:
     """The metrics that the server counts itself, and a collector of the engine's counters."""
 
-    def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
+    def __init__(self, client: EngineClient, gate: Gate, model_name: str) -> None:
         self.registry = CollectorRegistry()
         label = ("model_name",)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(prefix + name, text, (*label, *labels), registry=self.registry)
+            return Counter(PREFIX + name, text, (*label, *labels), registry=self.registry)
 
         def histogram(name: str, text: str, buckets: Seq[float]) -> Histogram:
-            made = Histogram(prefix + name, text, label, buckets=buckets, registry=self.registry)
+            made = Histogram(PREFIX + name, text, label, buckets=buckets, registry=self.registry)
             return made.labels(model_name)
 
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model_name)
@@ -80,7 +81,7 @@ class ServerMetrics:
         }
         self._cached = counter("prompt_tokens_cached", "tokens of prompts that the prefix cache had").labels(model_name)
         self._model_name = model_name
-        self.registry.register(_EngineCounters(client, gate, model_name, prefix))
+        self.registry.register(_EngineCounters(client, gate, model_name))
 
     def answered(self, visit: Visit, route: str, status: int) -> None:
         """Count a request that was answered, or whose client disconnected (499)."""
@@ -117,8 +118,8 @@ class ServerMetrics:
 
 
 class _EngineCounters(Collector):
-    def __init__(self, client: EngineClient, gate: Gate, model_name: str, prefix: str) -> None:
-        self._client, self._gate, self._labels, self._prefix = client, gate, [model_name], prefix
+    def __init__(self, client: EngineClient, gate: Gate, model_name: str) -> None:
+        self._client, self._gate, self._labels = client, gate, [model_name]
 
     def collect(self) -> Iterator[Metric]:
         now, gauge, counter = self._client.stats, GaugeMetricFamily, CounterMetricFamily
@@ -159,7 +160,7 @@ class _EngineCounters(Collector):
     ) -> Metric:
         """One metric: a number, or a sample for each value of `label`."""
         labels = ["model_name", label] if label else ["model_name"]
-        family = kind(self._prefix + name, text, labels=labels)
+        family = kind(PREFIX + name, text, labels=labels)
         for of, value in values.items() if isinstance(values, Mapping) else (("", values),):
             family.add_metric([*self._labels, of][: len(labels)], value)
         return family
@@ -171,6 +172,6 @@ class _EngineCounters(Collector):
         bounds = [*map(str, map(float, frames.PASS_BOUNDS)), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
         text = "tokens that a pass computed, drafted ones included"
-        family = HistogramMetricFamily(self._prefix + "iteration_tokens_total", text, labels=["model_name"])
+        family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=["model_name"])
         family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
         return family

@@ -123,7 +123,7 @@ class Service:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue, len(config.keys))
         self._intake = Intake()
-        self.metrics = ServerMetrics(client, self.gate, config.model_name, config.metrics_prefix)
+        self.metrics = ServerMetrics(client, self.gate, config.model_name)
 
     async def fields(self, request: Request, *kinds: type[F]) -> F:
         """The validated fields of a request's body: of the first kind, or of the last if the body has "messages".

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from typing import Any
 
@@ -26,7 +25,6 @@ from sameseed_vllm.passable import check, check_greedy, num_prompts
 from sameseed_vllm.relay import Relay
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
-_PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?vllm:", re.MULTILINE)
 
 
 def own_metrics(client: VllmClient, gate: Gate) -> tuple[CollectorRegistry, Counter]:
@@ -74,10 +72,8 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
 
     @app.get("/metrics")
     async def counters() -> PlainTextResponse:
-        page = await client.page("/metrics")
-        if config.metrics_prefix != "vllm:":
-            page = _PREFIX.sub(rb"\g<1>" + config.metrics_prefix.encode(), page)
-        return PlainTextResponse(page + generate_latest(registry), media_type=CONTENT_TYPE)
+        page = await client.page("/metrics") + generate_latest(registry)
+        return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
     return guarded(app, config, lambda visit, route, status: requests.labels(route, str(status)).inc()), gate
 

@@ -222,7 +222,7 @@ def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 
     stats |= {"pass_costs": llm.engine.pass_costs}
     stats |= {"passes": {"counts": [spec.num_rounds, *[0] * 13], "tokens": spec.num_rounds}}
     client = SimpleNamespace(stats=stats, past_stats=[], state="ready", num_restarts=0)
-    metrics: Any = ServerMetrics(client, SimpleNamespace(num_refused=0), "m", "vllm:")  # type: ignore[arg-type]
+    metrics: Any = ServerMetrics(client, SimpleNamespace(num_refused=0), "m")  # type: ignore[arg-type]
     return found(generate_latest(metrics.registry).decode())
 
 

@@ -55,7 +55,7 @@ async def answered(reply: Recorded, pieces: list[Piece], prepared: float = 0.0) 
     stream = Stream(Add("r", [[1]], SamplingParams()), lambda job_id: None)
     for piece in pieces:
         stream.push(piece)
-    metrics = ServerMetrics(EngineClient("x", {}), gate, "x", "vllm:")
+    metrics = ServerMetrics(EngineClient("x", {}), gate, "x")
     answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, 10)
     sent: list[Any] = []
 

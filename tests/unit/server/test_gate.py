@@ -132,7 +132,7 @@ async def test_this_machine_needs_none(host: str) -> None:
 
 
 async def test_bad_settings() -> None:
-    bad = ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"metrics_prefix": "x"})
+    bad = ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"reasoning_parser": "x"})
     for settings in bad:
         with pytest.raises(ConfigError):
             ServerConfig(**settings)  # type: ignore[arg-type]

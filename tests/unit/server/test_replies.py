@@ -76,7 +76,7 @@ def test_counters_outlive_an_engine() -> None:
     }
     client.past_stats = [{**old, "running": 0}]
     client.stats = {**old, "running": 3, "num_blocks": 10, "free_blocks": 4}
-    page = generate_latest(ServerMetrics(client, Gate(1), "m", "vllm:").registry).decode()
+    page = generate_latest(ServerMetrics(client, Gate(1), "m").registry).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert lines['vllm:spec_decode_num_drafts_total{model_name="m"}'] == "10.0"
     assert lines['vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}'] == "2.0"
