@@ -43,8 +43,7 @@ def _words(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Word]:
 
 _TABLES = tomllib.loads((Path(__file__).parent / "assets" / "habits.toml").read_text(encoding="utf-8"))
 SETTINGS, SPECULATIVE = _words(_TABLES["settings"]), _words(_TABLES["speculative"])
-SAMPLING, GENERATE = _words(_TABLES["sampling"]), _words(_TABLES["generate"])
-REQUEST = _words(_TABLES["request"])  # fields of a request to a server
+SAMPLING, GENERATE, REQUEST = (_words(_TABLES[name]) for name in ("sampling", "generate", "request"))
 OPTIONS: Mapping[str, Mapping[str, str]] = _TABLES["options"]  # by drafter: vLLM's option name, ours
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = {  # by class: the other library's attribute, what to write
     "AsyncLLM": _TABLES["attributes"]["LLM"],
