@@ -77,5 +77,5 @@ def test_the_command_runs_the_whole_grid(tmp_path: Path, capsys: pytest.CaptureF
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
     argv = f"regret embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --records {records}"
     assert main(argv.split()) == 0
-    assert "behind the best" in capsys.readouterr().out
+    assert "best on the prompts held out" in capsys.readouterr().out
     assert json.loads(records.read_text())["errors"]["count"] == 7

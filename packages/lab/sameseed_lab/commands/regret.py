@@ -56,18 +56,18 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def _show(regret: Regret) -> None:
     """Show how far the choice, and usual choices, are behind the best of all on held-out prompts."""
-    from sameseed.cli.console import show_table
+    from sameseed.cli.console import show_table, stdout_console
     from sameseed.report import table as layout
 
     rows = [
         (name, x.setting, f"{x.share.value:.1%} ({x.share.low:.1%} to {x.share.high:.1%})")
         for name, x in {"tune": regret.choice, **regret.baselines}.items()
     ]
-    title = f"behind the best on held-out prompts, {regret.best} (80 % intervals)"
+    title = f"behind {regret.best} (80 % intervals)"
     table = layout.table(title, ("choice", "setting", "behind"), rows, left=(0, 1))
-    e = regret.errors
-    table.caption = (
-        f"predicted speed-ups are {e.median:.1%} off (median; p90 {e.p90:.1%}, worst {e.worst:.1%}); "
-        f"{e.coverage:.0%} of {e.count} agree within 80 % intervals"
-    )
     show_table(table)
+    e = regret.errors
+    stdout_console().print(
+        f"{regret.best} is the best on the prompts held out. Predicted speed-ups are {e.median:.1%} off (median; p90 "
+        f"{e.p90:.1%}, worst {e.worst:.1%}); {e.coverage:.0%} of {e.count} agree within 80 % intervals."
+    )
