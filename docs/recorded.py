@@ -86,9 +86,20 @@ def yes(same: bool) -> str:
 
 
 def real_records() -> list[Record]:
-    """The newest record of each decoding on trained models of others."""
+    """The newest record of each decoding on trained models of others, with the largest most draft tokens measured."""
     found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
-    return last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "label")))
+    found.sort(key=lambda r: -r["config"]["num_parameters"])
+    found = last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "label")))
+
+    def decoding(r: Record) -> tuple[object, ...]:
+        c = r["config"]
+        return c["model"], c["format"], c["temperature"], re.sub(r" k=\d+", "", c["label"])
+
+    most = {
+        decoding(r): r["config"]["num_draft_tokens"]
+        for r in sorted(found, key=lambda r: r["config"]["num_draft_tokens"])
+    }
+    return [r for r in found if r["config"]["num_draft_tokens"] == most[decoding(r)]]
 
 
 def embedded_records() -> list[Record]:
