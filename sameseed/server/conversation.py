@@ -14,7 +14,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]  # may be written as 5.0: JSON does not tell it from 5
+# A whole number may be written as 5.0: JSON does not tell it from 5. Behind its bounds, so that the schema has them.
+WHOLE = BeforeValidator(_whole)
 
 
 class Fields(BaseModel):

@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from sameseed.server import limits, structured
-from sameseed.server.conversation import Fields, Items, Messages, NamedTool, Tool, Whole, plain
+from sameseed.server.conversation import WHOLE, Fields, Items, Messages, NamedTool, Tool, plain
 from sameseed.server.errors import bad_request
 from sameseed.server.frames import Render
 
 LARGEST = 2**31 - 1
-TokenId = Annotated[Whole, Field(ge=0, le=LARGEST)]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST), WHOLE]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
 PromptText = Annotated[str, Field(min_length=1)]
 Tokens = list[TokenId]
@@ -24,7 +24,7 @@ class SpeculationFields(Fields):
     """A request's own policy and maximum of draft tokens per round. They never change the text."""
 
     policy: Literal["off", "fixed", "history", "disco", "goodput"] | None = None
-    num_draft_tokens: Annotated[Whole, Field(ge=0, le=64)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64), WHOLE] | None = None
 
 
 class StreamOptions(Fields):
@@ -41,7 +41,7 @@ class Common(Fields):
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
@@ -54,19 +54,19 @@ class Common(Fields):
     banned_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_ALLOWED)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=limits.MAX_STOP)] | None = None
     stop_token_ids: Annotated[Tokens, Field(max_length=limits.MAX_STOP_TOKENS)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, le=LARGEST)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST), WHOLE] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[Whole, Field(ge=1, le=limits.MAX_N)] | None = None
-    seed: Whole | None = None  # any integer, taken modulo 2**63
+    n: Annotated[int, Field(ge=1, le=limits.MAX_N), WHOLE] | None = None
+    seed: Annotated[int, WHOLE] | None = None  # any integer, taken modulo 2**63
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=LARGEST)] | None = None  # -1: as many as fit
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=LARGEST), WHOLE] | None = None  # -1: as many as fit
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[Whole, Field(ge=-(2**31), le=LARGEST)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=LARGEST), WHOLE] | None = None
     speculation: SpeculationFields | Literal["off", "fixed", "history", "disco", "goodput"] | None = None
     response_format: structured.ResponseFormat | None = None
     structured_outputs: structured.StructuredOutputs | None = None
@@ -161,12 +161,12 @@ class CompletionFields(Common):
         | Annotated[list[PromptText], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
-    max_tokens: Annotated[Whole, Field(ge=0, le=LARGEST)] | None = None
-    max_completion_tokens: Annotated[Whole, Field(ge=1, le=LARGEST)] | None = (
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = (
         None  # takes precedence over max_tokens, as in chat
     )
     add_special_tokens: bool | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
 
     @model_validator(mode="after")
@@ -205,10 +205,10 @@ class ChatFields(Common, Templated):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: Annotated[Whole, Field(ge=1, le=LARGEST)] | None = None
-    max_completion_tokens: Annotated[Whole, Field(ge=1, le=LARGEST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS), WHOLE] | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -258,9 +258,9 @@ class ResponseFields(Common):
     """POST /v1/responses, stateless: `input` holds the whole conversation."""
 
     input: str | Items
-    n: Annotated[Whole, Field(ge=1, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[Whole, Field(ge=1, le=LARGEST)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     text: structured.TextOptions | None = None

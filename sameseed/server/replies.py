@@ -18,6 +18,7 @@ from sameseed.server.frames import Piece
 from sameseed.server.reasoning import Thoughts
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import Parser
+from sameseed.tokenizer import BROKEN, LONGEST_RUN, shared
 
 STAGES = ("draft", "target", "verify", "schedule")
 DONE = b"data: [DONE]\n\n"
@@ -69,6 +70,7 @@ class ReplyChoice:
     completion: dict[str, Any] | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
+    unsent: bool = True  # has a stream yet to send the echoed prompt?
     begun: bool | None = None  # does text stand before the next token whose name is asked for?
 
 
@@ -276,20 +278,36 @@ class CompletionReply(Reply):
         echoes = self.job.echoes
         return (echoes[index * len(echoes) // len(self.choices)], self.prompt_of(index)) if echoes else ("", [])
 
+    def _prefix(self, index: int, choice: ReplyChoice) -> str:
+        """The echoed text, without a last character that the output completes."""
+        text, ids = self._echo(index)
+        if self.hidden or not self._is_open(index):
+            return text
+        decode, ids = self.text.tokenizer.decode, ids[-LONGEST_RUN:]
+        known = decode(ids, self._skip_special_tokens)
+        return text.removesuffix(known[shared(known, decode(ids + choice.token_ids, self._skip_special_tokens)) :])
+
+    def _is_open(self, index: int) -> bool:
+        """May the output still change the end of the echoed text?"""
+        text, ids = self._echo(index)
+        return bool(ids) and (text.endswith(BROKEN) or ids[-1] in self.text.tokenizer.byte_tokens)
+
     @property
     def num_output_tokens(self) -> int:
         return 0 if self.hidden else super().num_output_tokens
 
     def whole_choice(self, index: int, choice: ReplyChoice) -> dict[str, Any]:
-        text = self._echo(index)[0] + ("" if self.hidden else "".join(choice.text))
+        text = self._prefix(index, choice) + ("" if self.hidden else "".join(choice.text))
         logprobs = self._logprobs(index, choice) if self.with_logprobs else None
         made = self.entry(index, {"text": text}, logprobs, choice.finish_reason, choice)
         return made | ({"prompt_token_ids": self.prompt_of(index)} if self.show_tokens else {})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice = self.choices[piece.index]
-        first, ended = len(piece.token_ids) == len(choice.token_ids), piece.completion is not None
-        text = (self._echo(piece.index)[0] if first else "") + ("" if self.hidden else piece.text)
+        first, ended = len(choice.text) == 1, piece.completion is not None
+        text = "" if self.hidden else piece.text
+        if choice.unsent and (text or ended or not self._is_open(piece.index)):
+            text, choice.unsent = self._prefix(piece.index, choice) + text, False
         if not text and not ended and not self.with_logprobs and not self.show_tokens:
             return
         logprobs = self._logprobs(piece.index, choice) if self.with_logprobs else None
@@ -301,11 +319,12 @@ class CompletionReply(Reply):
         """Log-probabilities of the tokens that were not sent yet, those of an echoed prompt first."""
         made: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         new = slice(choice.num_sent, None if not self.hidden else choice.num_sent)
-        text, echo = self._echo(index)
-        entries, offsets = choice.logprobs[new], [len(text) + at for at in choice.text_offset[new]]
+        entries, base = choice.logprobs[new], len(self._prefix(index, choice))
+        offsets = [base + at for at in choice.text_offset[new]]
+        echo = self._echo(index)[1]
         if echo and not choice.echoed:
             entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
-            offsets = [min(at, len(text)) for at in self._offsets(echo)] + offsets
+            offsets = [min(at, base) for at in self._offsets(echo)] + offsets
         choice.num_sent, choice.echoed = len(choice.logprobs), True
         for (token, logprob, top), at in zip(entries, offsets, strict=True):
             begins = self.begins(choice, token, [] if echo else self.prompt_of(index))
