@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
     r"(path/to|twins)/[\w-]*draft": "embedded-draft",
-    r"suffix \+ DRAFT": "suffix + embedded-draft",
+    r"suffix \+ (DRAFT|SMALL\.gguf)": "suffix + embedded-draft",
     r"llama-3\.[12]-\d+b|smollm2(-135m)?": "embedded",
     r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
 }
