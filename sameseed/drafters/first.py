@@ -19,7 +19,7 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, Span
 
 MAX_BELOW = 64
-RECENT = 0.998  # decay per round of what is known about how many tokens lookups draft
+RECENT = 0.998  # decay per round of the share that lookups draft: some 500 rounds, a few answers, count
 
 
 class FirstDrafter(Drafter):

@@ -415,13 +415,18 @@ class GoodputLength:
             times = replace(times, schedule=max(0.0, times.schedule - self._deciding))
             round_ = replace(round_, times=times)
         steps = self._depth if self._could_end else self._steps
-        # Behind a lookup, the model's drafts have a cost of their own: mixed, lookups would look dear, and it cheap.
-        behind = self._could_end and self.drafter is not None and not self.drafter.must_read
-        draft = self._chains if behind else None
+        draft = self._draft_cost
         self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, settled, draft)
-        if self._could_end and self._depth and not catching_up and not behind:
+        if self._could_end and self._depth and not catching_up and draft is not self._chains:
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)
+
+    @property
+    def _draft_cost(self) -> DraftCost:
+        """The cost of this round's proposal. A model's behind a lookup is kept apart: lookups are free."""
+        assert self.cost is not None
+        behind = self._could_end and self.drafter is not None and not self.drafter.must_read
+        return self._chains if behind else self.cost.draft
 
     def _read_now(self, round_: Round, asked: Set[int]) -> int:
         """Tokens of texts that the drafter has read since it was last asked."""
@@ -437,7 +442,7 @@ class GoodputLength:
         assert self.cost is not None
         if any(round_.num_draft):
             asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
-            start, step = self.cost.draft.terms(len(asking), sum(asking) / len(asking))
+            start, step = self._draft_cost.terms(len(asking), sum(asking) / len(asking))
             seconds -= start + step * (self._depth if self._could_end else self._steps)
         self.cost.learn_catch_up(read, seconds)
 

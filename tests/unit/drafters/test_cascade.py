@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Below, Drafter, level_metrics
+from sameseed.spec.drafter import Below, Drafter, Span, level_metrics
 
 PROMPTS = random_prompts(6, seed=12)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
@@ -196,6 +196,35 @@ def test_a_weak_guess_leaves_it_to_the_next(chain: list[int], likely: float, num
     assert draft.nodes(1)[0] == []
     assert set(draft.node_levels(0)) == {0 if taken else 1}
     assert (first.asked, second.asked) == (1, 0 if taken else 1)
+
+
+class Follower(Fixed):
+    """Must read a text first, and has read none."""
+
+    must_read = True
+
+
+@dataclass(frozen=True)
+class Unwilling(FixedLength):
+    """Lets no text of more than two tokens be read if lookups draft a quarter of the tokens."""
+
+    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
+        return unread <= 2 or share > 0.75
+
+
+def test_a_model_behind_lookups_reads_what_its_share_is_worth() -> None:
+    lookup, model = Fixed([7, 8, 9], 1.0), Follower([1, 2, 3], 0.9)
+    drafter = FirstDrafter(FirstDrafter.Options(), [Below(d, FixedLength(8)) for d in (lookup, model)], Unwilling())
+    seqs = [Sequence(i, [1] * length, SamplingParams(), 0) for i, length in enumerate((2, 30))]
+    for seq in seqs:
+        seq.token_ids += [1, 1]
+    drafter.propose(seqs, [3, 3])
+    drafter.observe(seqs, [Span(0, 4, 3), Span(0, 4, 3)], None)  # all by the lookup
+    lookup.chain = []
+    short = Sequence(2, [1, 1], SamplingParams(), 0)
+    draft = drafter.propose([seqs[1], short], [3, 3])
+    assert [draft.nodes(b)[0] for b in range(2)] == [[], [1, 2, 3]]
+    assert not drafter.must_read and first_of(FirstDrafter.Options(), model, model).must_read
 
 
 # --- drafts written as text ---
