@@ -12,11 +12,8 @@ from lawkit import assert_nothing_left
 
 import sameseed
 from sameseed import LLM, AsyncEngineArgs, SamplingParams, habits
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine import front
-from sameseed.engine.settings import Settings
 from sameseed.errors import RequestError, SameseedError
-from sameseed.fields import hints
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "coming-from.md").read_text()
 ROWS = [
@@ -64,18 +61,6 @@ def test_every_word_is_on_the_page() -> None:
     words |= {name for names in (*habits.ATTRIBUTES.values(), *habits.OPTIONS.values()) for name in names}
     code = " ".join(there for there, _ in ROWS)
     assert not {w for w in words if not re.search(rf"\b{w}\b", code)}
-
-
-def test_settings_are_those_of_the_dataclasses() -> None:
-    known = hints(EngineConfig) | {("kv_format" if k == "format" else k): v for k, v in hints(CacheConfig).items()}
-    spec = hints(SpecConfig)
-    own = {"num_draft_tokens", "confidence", "policy", "overlap"}
-    for name in own:
-        known[name] = spec[name] | None
-    known |= {"draft_options": dict[str, object] | None, "draft_format": spec["format"] | None}
-    del known["cache"], known["spec"]
-    found = {name: eval(t.__forward_arg__) for name, t in Settings.__annotations__.items()}
-    assert found == known
 
 
 @pytest.mark.parametrize(

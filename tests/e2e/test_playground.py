@@ -329,15 +329,3 @@ def test_errors_say_what_to_do(page: Browser) -> None:
         assert page["text"].get_property("value") == "my words", "nothing is lost"
         assert remedy in page["status"].get_property("textContent")
         assert len(page.all(".turn")) == 2, "what failed before is gone"
-
-
-def contrast(a: list[float], b: list[float]) -> float:
-    """The contrast ratio of two colours as WCAG defines it."""
-
-    def luminance(colour: list[float]) -> float:
-        parts = [c / 255 for c in colour]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
@@ -218,29 +217,3 @@ def test_cores_for_both(pair_folders: tuple[Path, Path], monkeypatch: Any) -> No
     for wrong, said in ((-1, "overlap must be at least 0"), (True, "'overlap' must be of type int"), (1.5, "type int")):
         with pytest.raises(ConfigError, match=said):
             SpecConfig("draft_model", overlap=wrong)  # type: ignore[arg-type]
-
-
-def test_no_pass_that_the_target_would_wait_for() -> None:
-    ahead, stop = Overlap(1), threading.Event()
-    assert ahead.fits(1e9), "nothing is known of the target yet"
-    ahead._target_seconds, ahead._pass_seconds = 0.01, 0.002
-    assert ahead.fits(0.007)
-    assert not ahead.fits(0.009)
-    ahead._pass_seconds = 0.0105
-    seq = Sequence(0, [1], SamplingParams(), 0)
-    for _ in range(2):  # first too slow for this target, then worth another try
-        with ahead.beside(Drafter(), [seq], Draft.chains([[3]]), [1]):
-            pass
-    assert ahead._target_seconds != 0.01
-    ahead._pass_seconds = 0.002
-    going = ahead._until(time.perf_counter(), stop)
-    ahead._target_seconds = 1000.0
-    assert going()
-    assert ahead._pass_seconds == 0.002, "no pass was seen yet"
-    assert going()
-    assert ahead._pass_seconds != 0.002
-    ahead._target_seconds = 0.0
-    assert not going()
-    ahead._target_seconds = 1000.0
-    stop.set()
-    assert not going()

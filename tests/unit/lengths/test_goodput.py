@@ -16,7 +16,7 @@ from sameseed.cost.running import EngineCost, FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, Acceptance, DraftNodes
-from sameseed.lengths._budget import FIRST, MOST, SHARE, Budget
+from sameseed.lengths._budget import FIRST, SHARE, Budget
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
@@ -203,15 +203,6 @@ def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
     assert policies.lengths([mine, other], 2) == [2, 4]
 
 
-def test_a_trial_held_for_too_dear_is_made_once_the_budget_is_full_and_paid_for_later() -> None:
-    budget, (seq,) = Budget(), sequences(1)
-    for _ in range(4 * round(MOST / SHARE)):
-        budget.passed()
-        if budget.next([seq], 2.0 * MOST) is not None:
-            break
-    assert budget.trying == seq.seq_id and budget.rounds == pytest.approx(-MOST)
-
-
 def test_a_trial_pays_what_its_rounds_really_lost() -> None:
     def left(*lost: float, right: bool = False) -> float:
         budget, (seq,) = Budget(), sequences(1)
@@ -226,19 +217,6 @@ def test_a_trial_pays_what_its_rounds_really_lost() -> None:
     assert left(-3.0, 0.25) == pytest.approx(-0.25), "what a trial wins buys no other"
     assert left(50.0, 0.0) == pytest.approx(-2.0), "the machine was busy for a moment"
     assert left(0.5, 0.5, 0.5, right=True) == pytest.approx(-1.5), "a longer one pays all of its rounds"
-
-
-def test_a_trial_goes_on_while_all_of_its_drafts_are_right() -> None:
-    budget, (seq, other) = Budget(), sequences(2)
-    budget.passed()
-    asked = []
-    for right in (True, True, True, False, False):
-        assert budget.next([seq, other], 1.0) is seq
-        asked.append(budget.trial_tokens)
-        budget.lost(0.2, right)
-        budget.end_trial()
-    assert asked == [2, 3, 4, 5, 5], "two rounds, and one for each that was right; drafts grow"
-    assert budget.trying is None and budget.tried == seq.seq_id
 
 
 def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:

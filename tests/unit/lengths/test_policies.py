@@ -12,7 +12,7 @@ from sameseed.engine.policies import make_policy
 from sameseed.errors import ConfigError
 from sameseed.lengths._budget import FIRST_WAIT, Budget
 from sameseed.lengths.confidence import ConfidenceLength
-from sameseed.lengths.disco import LIKELY, DiscoLength
+from sameseed.lengths.disco import DiscoLength
 from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.history import HistoryLength
 from sameseed.request import SamplingParams, Sequence
@@ -105,11 +105,6 @@ def test_places_are_learned_of_drafters_that_tell_nothing() -> None:
     assert policy.lengths(DISCO_SEQS[:1]) == [3], "two are right, and the next one shows when that changes"
     policy.release(DISCO_SEQS[0])
     assert DiscoLength(0).lengths(DISCO_SEQS) == [0, 0]
-
-
-def test_the_threshold() -> None:
-    assert make_policy(SpecConfig("ngram", policy="disco")).threshold == LIKELY  # type: ignore[attr-defined]
-    assert make_policy(SpecConfig("ngram", policy="disco", confidence=0.6)).threshold == 0.6  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -54,22 +54,6 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None
     assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
 
 
-def test_the_time_of_prompts_is_not_that_of_tokens(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of six times the tokens takes six times the time after its prompt, and its prompt's once."""
-    bench, workload, _ = measured
-    completion = SimpleNamespace(
-        metrics=SimpleNamespace(time_to_first_token=3.0, num_prompt_tokens=1, num_output_tokens=16)
-    )
-
-    def ran(engine: Any, batch: Any, run: Run) -> None:
-        run.seconds, run.num_steps = 5.0, 16
-        run.completions = [completion] * 2  # type: ignore[list-item]
-
-    monkeypatch.setattr("sameseed.measure.bench.run_batch", ran)
-    long = replace(workload, params=replace(workload.params, max_tokens=96))
-    assert bench.warm_up(long) == pytest.approx(len(bench.arms) * (3.0 + 6 * 2.0))
-
-
 @pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
 def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     own: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -100,14 +84,6 @@ def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     assert fitted("embedded", {"max_num_seqs": 1}, prompts, 32) == {"max_num_seqs": 1}  # the CPU's cache takes a share
     tall = fitted("embedded", settings, prompts, 2000)["max_model_len"]
     assert tall == min(longest, 2000 + 64 + len(prompts[0].encode(load_tokenizer(resolve_model("embedded")))))
-
-
-def test_bench_writes_what_the_front_door_writes(measured: Measured) -> None:
-    bench, workload, runs = measured
-    jobs = [job for batch in workload.batches() for job in batch]
-    bench.install(bench.arms[0])
-    expected = bench.llm.generate([p for p, _ in jobs], [s for _, s in jobs])
-    assert [c.token_ids for c in expected] == runs[bench.arms[1]][0].texts
 
 
 def test_arms_of_one_drafter_share_it(measured: Measured) -> None:

@@ -161,21 +161,6 @@ def test_too_little_memory_is_said_first(monkeypatch: pytest.MonkeyPatch) -> Non
         profile()
 
 
-def test_one_after_the_other_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = profiler.Profiler(grid.ProfileGrid(formats=("fp32",), **SMALL), "tiny").candidates[0].num_bytes
-    monkeypatch.setattr(profiler, "available_memory", lambda: profiler.LOADING_BYTES + size)
-    loaded = set[int]()
-    seconds = TimedModel.seconds
-
-    def watch(self: TimedModel, job: Pass) -> float:
-        loaded.add(id(self.runner.model))
-        return seconds(self, job)
-
-    monkeypatch.setattr(TimedModel, "seconds", watch)
-    found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
-    assert not found.interleaved and found.formats == ("bf16", "fp32") and len(found.costs) == 12
-
-
 def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, count = TimedModel.seconds, 0
 

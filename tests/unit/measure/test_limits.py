@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sameseed import registry
 from sameseed.measure import limits
@@ -35,29 +34,6 @@ def test_every_source_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.load("ops", "cpu"), "unavailable", lambda: "not built")
     found = measure_limits(1, repeats=2)
     assert found.source == "torch" and found.read > 0 and found.int8 is None
-
-
-def test_copies_of_a_gpu_are_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 copies of 3 bytes take 1 ms each by the GPU's events; time that the host waits does not count."""
-    copies: list[int] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self, stream: object) -> None:
-            self.at = float(len(copies))
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, last: Event) -> float:
-            return last.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    rates = limits._copy_rates(lambda: copies.append(1), 3.0, 2, torch.device("cuda"))
-    assert rates == pytest.approx((3e3, 3e3)) and len(copies) == 1 + 2 * limits.COPIES
 
 
 def test_the_native_loops_refuse_nonsense() -> None:

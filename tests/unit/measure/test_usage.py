@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,21 +78,3 @@ def test_energy_of_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert meter.read().cpu_j is None, "the counter began anew"
     finally:
         usage._zones.cache_clear()
-
-
-def test_a_gpu_that_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        used: Any = type("U", (), {"gpu": 50})
-
-        def nvmlDeviceGetTotalEnergyConsumption(self, _: object) -> int:  # noqa: N802
-            return 4000
-
-        def nvmlDeviceGetUtilizationRates(self, _: object) -> Any:  # noqa: N802
-            return self.used
-
-    monkeypatch.setattr(usage, "_nvml", lambda: (Library(), None))
-    found = Meter().read()
-    assert found.gpu_j == 0.0 and found.gpu_share == 0.5
-    monkeypatch.setattr(usage, "_nvml", lambda: (object(), None))
-    found = Meter().read()
-    assert found.gpu_j is None and found.gpu_share is None, "a library that cannot say is as good as none"

@@ -35,9 +35,9 @@ from safetensors.torch import save_file
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
-from sameseed.models.layouts import METHODS, base, sameseed as own
+from sameseed.models.layouts import METHODS, base
 from sameseed.models.layouts.patterns import covers, expression, fits
-from sameseed.scheme import QuantScheme, get
+from sameseed.scheme import get
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 128}
@@ -529,16 +529,6 @@ def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
         assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
     damaged_codes(tmp_path, "weight_scale_inv", 255)
     not_finite(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["qoq", "nf4-dq", "w4a16-g32-asym", "fp8-b128"])
-@pytest.mark.parametrize("width", [4096 + 64, 5632])
-def test_our_own_layout_knows_the_shapes_of_wide_matrices_from_samples(name, width):
-    scheme = QuantScheme.parse(name)
-    encoded = scheme.encode(torch.zeros(512, width)).parts
-    for part, (dtype, first, rest) in own._parts(scheme, width).items():
-        assert encoded[part].dtype == dtype
-        assert tuple(encoded[part].shape) == ((2 * first, *rest) if first else rest)
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"

@@ -83,11 +83,6 @@ def test_what_a_backend_has_is_used_for_its_formats_only():
     assert calls == ["bf16", "embedding bf16"]
 
 
-def test_a_backend_that_varies_says_so():
-    assert not Ops(backend(row_invariant=False)).row_invariant
-    assert Ops(backend()).row_invariant
-
-
 def test_an_unknown_backend():
     with pytest.raises(RegistryError, match="did you mean 'reference'"):
         ops.resolve("referense")

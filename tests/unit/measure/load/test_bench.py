@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from sameseed.cli.console import show_table
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
@@ -268,32 +267,6 @@ async def test_a_run_ends_with_its_time() -> None:
     assert not any("--max-seconds" in remark for remark in records[0]["remarks"])
     with pytest.raises(ConfigError, match="--max-seconds must be above 0"):
         replace(SETTINGS, max_seconds=0.0)
-
-
-async def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    levels = (LoadLevel(concurrency=1), LoadLevel(concurrency=4))
-    _, records = await measure(Fake(), replace(SETTINGS, levels=levels), arms())
-    show_table(show.table(records))
-    shown = capsys.readouterr().out
-    assert "tiny: 12 tokens in (text), 4 out" in shown and shown.count(" yes") == 2 and "failed" not in shown
-    assert "\u2026" not in shown  # nothing is truncated
-    pytest.importorskip("matplotlib")
-    from sameseed.measure.load.show import draw
-
-    png, svg = draw(records, tmp_path / "load.png")
-    assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()
-
-
-async def test_a_request_may_not_take_for_ever() -> None:
-    import asyncio
-
-    async def slow(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(60)
-        return httpx.Response(200)
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(slow)) as client:
-        made = await wire.exchange(client, Endpoint("server", "http://fake"), {}, 0.05, 0)
-    assert made.error == "timeout"
 
 
 @pytest.mark.parametrize("text", ["", "200", "a-b", "0-5", "5-0", "-3"])

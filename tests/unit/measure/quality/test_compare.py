@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,19 +66,6 @@ def test_every_figure_is_there(found: Comparison, pair_folders: tuple[Path, Path
     for its, value in zip((small, cached), values[1:]):
         assert its["perplexity_ratio"]["value"] == pytest.approx(value / values[0])
         assert "humaneval" in its["differences"]
-
-
-def test_the_draft_among_the_variants_is_not_drafted_for_by_itself(
-    pair_folders: tuple[Path, Path], asked: Comparing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_rates: list[float | None] = []
-    monkeypatch.setattr(compare, "warnings", lambda row, base, own_rate: own_rates.append(own_rate) or [])
-    target, draft = map(str, pair_folders)
-    found = compare.report([target, draft, f"{draft}@w8a8"], replace(asked, tasks=("perplexity",), repeat=1))
-    its = [r["comparison"] for r in found.records]
-    assert [bool(c["notes"]) for c in its] == [False, True, True], "the draft, in as many bits or in fewer"
-    first, rounded = (c["as_draft"]["acceptance_rate"] for c in its[1:])
-    assert own_rates == [1.0, None, first] and rounded
 
 
 def test_records_are_complete(found: Comparison, tmp_path: Path) -> None:
@@ -194,17 +180,6 @@ def test_bad_choices_fail_before_any_work(
         compare.report([target], replace(asked, draft="none"))
 
 
-def test_the_default_draft_fits_the_tokenizer(tmp_path: Path, asked: Comparing) -> None:
-    from sameseed.models.loader import resolve_model
-
-    plain = replace(asked, draft=None)
-    assert compare.draft_spec(Variant("embedded"), plain).model == "embedded-draft"
-    write_model(tmp_path)
-    assert compare.draft_spec(Variant(str(tmp_path)), plain).method == "ngram"
-    shutil.copy(resolve_model("embedded") / "tokenizer.json", tmp_path)
-    assert compare.draft_spec(Variant(str(tmp_path)), plain).model == "embedded-draft"
-
-
 def test_a_draft_of_another_vocabulary_is_said(pair_folders: tuple[Path, Path], tmp_path: Path, prompts: Path) -> None:
     from sameseed.measure.workload import read_prompts
 
@@ -224,15 +199,3 @@ def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders: tuple
         assert compare.drafts_for_itself(Variant(model, target), spec) is itself
         assert not compare.drafts_for_itself(Variant(other, target), spec)
     assert not compare.drafts_for_itself(Variant(model), SpecConfig("ngram"))
-
-
-def test_settings_that_no_draft_takes_are_said(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sameseed.measure.workload import read_prompts
-
-    def refused(*args: object, **settings: object) -> None:
-        raise ConfigError("max_model_len 512 is above the model's own 256; lower it")
-
-    monkeypatch.setattr(compare, "LLM", refused)
-    asked = Comparing(max_tokens=4)
-    rate, why = compare.as_draft(Variant("embedded"), Variant("embedded", "w8a8"), read_prompts(prompts), asked)
-    assert rate is None and "lower it" in str(why)

@@ -108,25 +108,6 @@ def test_gsm8k_scores_and_leaves_its_examples_out(
     assert "are examples" in result.notes[0]
 
 
-def test_prompts_are_those_of_the_harness_s_own_front_door(
-    harness: None, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    from sameseed.measure.lm_eval import SameseedLM
-
-    asked = harness_answers(monkeypatch, {})
-    splits, _ = suite.read_rows("gsm8k", TaskSettings(data_folder))
-    tasks = suite._write_tasks("gsm8k", splits, Path(lm_eval.__file__).parent / "tasks", tmp_path)
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    lm_eval.simple_evaluate(model=SameseedLM(llm), tasks=tasks, task_manager=manager, bootstrap_iters=0)
-    theirs = list(asked)
-    asked.clear()
-    suite.run_harness(llm, "gsm8k", TaskSettings(data_folder))
-    assert asked == theirs and len(asked) == 9
-
-
 def test_gsm8k_takes_the_training_set_for_examples(
     harness: None, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
