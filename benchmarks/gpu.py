@@ -15,9 +15,9 @@ import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -59,25 +59,24 @@ def tell(job: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         found = {"part": "omit", "what": f"{job['name']}: {found['omit']}", "why": found["why"]}
         print(f"  left out: {found['what']}: {found['why']}", flush=True)
     with open(job["out"], "a", encoding="utf-8") as file:
-        file.write(json.dumps({**job["shared"], "time": record.now(), "shape": job["sizes"]["shape"], **found}) + "\n")
+        file.write(json.dumps({**job["shared"], "time": record.now(), "shape": job["plan"].shape, **found}) + "\n")
     if words := gpu_summary.words(found):
         print(f"  {words}", flush=True)
 
 
-def work() -> None:
-    """The worker process: run the job from stdin (one JSON line), and end."""
+def work(job: dict[str, Any]) -> None:
+    """In a process of its own: measure a part."""
+    os.setsid()  # with all that it starts it can be killed at once
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end when the parent ends, so that the device is released
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries goes to the log
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)  # output of libraries goes to the log
+    os.dup2(log, 2)
 
     def ring(*_: object) -> None:
         raise TimeUp
 
-    for module, _ in PARTS.values():  # imported before the job comes; who needs a broken one reports it
-        with contextlib.suppress(Exception):
-            importlib.import_module(module)
-    job = json.loads(sys.stdin.readline())
     say = partial(tell, job)
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, max(0.1, job["seconds"]))
@@ -85,7 +84,7 @@ def work() -> None:
         backend = ops.resolve(job["backend"], job["device"])
         module, name = PARTS[job["kind"]]
         function = getattr(importlib.import_module(module), name)
-        function(Sizes.from_dict(job["sizes"]), backend, job["device"], say, **job["arguments"])
+        function(job["plan"], backend, job["device"], say, **job["arguments"])
         if backend.name == "triton":  # ops whose kernel did not compile ran on the reference
             guard = importlib.import_module("sameseed.ops.triton.guard")
             say({"part": "broken", "kind": job["kind"], "ops": sorted(guard.broken)})
@@ -98,43 +97,40 @@ def work() -> None:
 
 
 class Run:
-    """All parts, one after the other; the next part's worker starts ahead."""
+    """All parts, one after the other, each in a process forked from one that has imported everything."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, shared: Mapping[str, Any]) -> None:
         self.args, self.sizes, self.log = args, sizes, args.out.with_suffix(".log")
-        self.job = {"sizes": asdict(sizes), "device": args.device, "backend": args.backend, "out": str(args.out)}
+        self.job = {"plan": sizes, "device": args.device, "backend": args.backend, "out": args.out, "log": self.log}
         self.job |= {"name": "run", "shared": {"schema": SCHEMA, "run": record.now(), **shared}}
         self.until = time.monotonic() + 60 * sizes.minutes
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload([module for module, _ in PARTS.values()])
 
     def lines(self) -> list[dict[str, Any]]:
         """The records of this run so far."""
         found = [json.loads(line) for line in self.args.out.read_text().splitlines()]
         return [x for x in found if x["run"] == self.job["shared"]["run"]]
 
-    def worker(self) -> subprocess.Popen[bytes]:
-        """A new worker, which waits for its job; its stderr goes to the log."""
-        with self.log.open("ab") as errors:
-            command = [sys.executable, __file__, "--worker"]
-            self.workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors, start_new_session=True))
-        return self.workers[-1]
-
-    def give(self, worker: subprocess.Popen[bytes], part: Part, seconds: float, **more: Any) -> None:
-        """Let a worker run a part for at most `seconds`. A process that failed or hangs is ended and noted."""
+    def give(self, part: Part, seconds: float, **more: Any) -> None:
+        """Run a part for at most `seconds`. A process that failed or hangs is ended and noted."""
         if part.kind == "costs":
             more["limits"] = next((x for x in self.lines() if x["part"] == "limits"), None)
         arguments = {**part.arguments, **more}
         job = {**self.job, "kind": part.kind, "name": part.name, "seconds": seconds, "arguments": arguments}
+        worker = self.processes.Process(target=work, args=(job,), daemon=True)
+        worker.start()
         try:
-            worker.communicate(json.dumps(job).encode() + b"\n", timeout=seconds + GRACE)
-        except subprocess.TimeoutExpired:
-            tell(job, {"omit": "the rest", "why": f"it did not answer after its {seconds:.0f} s and was killed"})
-        except OSError:  # it ended before it read its job
-            pass
-        end(worker)
-        if worker.returncode:
-            last = self.log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
-            tell(job, {"omit": "the rest", "why": f"its process ended early: {last[-1][:300] if last else 'no word'}"})
+            worker.join(seconds + GRACE)
+            if worker.exitcode is None:
+                tell(job, {"omit": "the rest", "why": f"it did not answer after its {seconds:.0f} s and was killed"})
+            elif worker.exitcode:
+                last = self.log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
+                why = f"its process ended early: {last[-1][:300] if last else 'no word'}"
+                tell(job, {"omit": "the rest", "why": why})
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
 
     def all(self) -> None:
         """Compile the kernels in many processes at once, then run the parts in order of importance."""
@@ -142,27 +138,15 @@ class Run:
         warm = [p for p in todo if p.kind in ("costs", "speculation", "large")]
         if self.args.device != "cpu" and warm:
             with ThreadPoolExecutor(len(warm)) as pool:
-                pairs = [(self.worker(), part) for part in warm]
-                list(pool.map(lambda pair: self.give(*pair, COMPILE, warm=True), pairs))
-        spare = self.worker()
+                list(pool.map(lambda part: self.give(part, COMPILE, warm=True), warm))
         for i, part in enumerate(todo):
-            worker, spare = spare, self.worker() if i + 1 < len(todo) else spare
             later, left = sum(p.seconds for p in todo[i + 1 :]), self.until - time.monotonic()
             seconds = min(left, part.seconds + min(part.seconds, max(0.0, left - part.seconds - later)))
             print(f"{part.name} (at most {seconds:.0f} s, {left:.0f} s left)", flush=True)
             if seconds > 1:
-                self.give(worker, part, seconds)
+                self.give(part, seconds)
             else:
                 tell({**self.job, "name": part.name}, {"omit": "all of it", "why": "no time"})
-
-
-def end(worker: subprocess.Popen[bytes]) -> None:
-    """Kill a worker, if it still runs, and all that it started."""
-    if worker.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
-        worker.returncode = 0
 
 
 def parse() -> tuple[argparse.Namespace, Sizes]:
@@ -208,8 +192,6 @@ def main() -> int:
     try:
         run.all()
     finally:  # an interrupted run is summarized too
-        for worker in run.workers:
-            end(worker)
         left_out = [{"what": x["what"], "why": x["why"]} for x in run.lines() if x["part"] == "omit"]
         tell(run.job, {"part": "end", "left_out": left_out})
         print(f"records in {args.out}, errors in {run.log}")
@@ -218,4 +200,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    work() if "--worker" in sys.argv else sys.exit(main())
+    sys.exit(main())

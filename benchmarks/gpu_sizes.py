@@ -36,11 +36,6 @@ class Sizes:
     minutes: float = 8.5
     seconds: tuple[float, ...] = (8, 24, 38, 50, 30)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sizes:
-        """The inverse of `asdict`, also after a round trip through JSON."""
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in data.items()})
-
     def passes(self) -> list[Any]:
         """All passes of one format: chains as in verification, decode batches, prefills."""
         from sameseed.measure.passes import Pass
