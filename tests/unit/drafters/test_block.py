@@ -143,20 +143,6 @@ def test_the_cache_after_every_round_is_that_of_fresh_states(pair: Pair, kv: str
     assert_nothing_left(engine)
 
 
-def test_a_draft_of_any_length_is_one_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(pair, "block", k=7)
-    seqs = [Sequence(i, p, GREEDY, 0) for i, p in enumerate(PROMPTS)]
-    for seq in seqs:
-        assert engine.runner.blocks.reserve(seq, 200)
-    decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], [0] * 5)
-    runner, passes = drafter_of(engine).runner, []
-    guess = runner.guess
-    monkeypatch.setattr(runner, "guess", lambda h, t, counts: passes.append(counts) or guess(h, t, counts))
-    draft = engine.drafter.propose(seqs, [7, 1, 0, 3, 7])
-    assert [draft.count(b) for b in range(5)] == [7, 1, 0, 3, 7]
-    assert passes == [[7, 1, 3, 7]]
-
-
 @pytest.mark.parametrize(
     "options", [{"prefill_rows": 1}, {"prefill_rows": 7, "siblings": 2}, {"vocabulary": "200"}], ids=str
 )

@@ -48,15 +48,6 @@ def test_native_choices_are_the_specification_s(params, count):
             np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], rtol=1e-9)
 
 
-@pytest.mark.parametrize("find", FINDERS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_give_none(find, bad):
-    row = rows(3)[2]
-    row[500] = bad
-    assert find(row, PARAMS[1], 1, 1, 3) == []
-    assert find(np.full(10, -np.inf, np.float32), PARAMS[0], 1, 1, 3) == []
-
-
 @pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("count", [1, 8])

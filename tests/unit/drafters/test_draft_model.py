@@ -27,7 +27,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import HAS_NATIVE, SamplingState
+from sameseed.spec.sampling import HAS_NATIVE
 
 
 def nobody(seq: Sequence, length: int) -> None:
@@ -39,31 +39,6 @@ def runner() -> Any:
     mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
     mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
     return mock
-
-
-def test_follow_keeps_what_was_guessed_right() -> None:
-    target = Sequence(7, [1, 2, 3], SamplingParams(), 5)
-    shadow = Shadow(target, runner())
-    assert (shadow.seq.seed, shadow.seq.num_prompt) == (5, 3)
-    shadow.follow(target, nobody)
-    assert shadow.seq.num_cached == 0
-    shadow.seq.token_ids += [4, 5, 6]  # drafted; the last token was not run
-    shadow.seq.num_cached = 5
-    target.token_ids += [4, 9]  # one right token, one wrong
-    shadow.follow(target, nobody)
-    assert shadow.seq.token_ids == [1, 2, 3, 4, 9]
-    assert shadow.seq.num_cached == 4, "rows of 1 2 3 4 stand; 9 is pending"
-
-
-def test_penalty_counts_of_dropped_tokens_are_forgotten() -> None:
-    target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
-    shadow = Shadow(target, runner())
-    shadow.follow(target, nobody)
-    shadow.seq.token_ids += [3, 3]
-    assert SamplingState.of(shadow.seq, 10).counts[3] == 2
-    target.token_ids += [3, 4, 5, 6]
-    shadow.follow(target, nobody)
-    assert SamplingState.of(shadow.seq, 10).counts.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_random_walk() -> None:

@@ -16,7 +16,6 @@ from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, load_pair, r
 
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from sameseed.drafters._eagle_guesses import Guesses
 from sameseed.drafters._tree import Tree
 from sameseed.drafters.eagle import EagleDrafter
 from sameseed.engine.build import assemble, build_engine
@@ -26,7 +25,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import Span, level_metrics
+from sameseed.spec.drafter import level_metrics
 from sameseed.spec.sampling import HAS_NATIVE, choose, needs_adjusting
 from sameseed.spec.step import decode_step
 
@@ -137,23 +136,6 @@ def test_a_tree_is_the_top_n_of_all_paths(size: int, seed: int) -> None:
     assert num_run <= 2 * size, "only nodes that can have children in the tree are run"
 
 
-def test_a_beam_keeps_the_likeliest_of_each_level() -> None:
-    """With fewer nodes expanded than kept, the tree holds the best candidates of a beam search of the same width."""
-    rows = table(6, 4, 8)
-    tree, _ = grown(rows, 20, 4, top_k=2)
-    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    met: list[tuple[float, tuple[int, ...]]] = []
-    for _ in range(4):
-        level = []
-        for score, path in beam:
-            best = sorted(range(6), key=lambda t: -rows[path][t])[:2]
-            level += [(score + rows[path][t], (*path, t)) for t in best]
-        met += level
-        beam = sorted(level, reverse=True)[:2]
-    wanted = sorted(met, reverse=True)[:20]
-    assert sorted(tree.best()[2]) == pytest.approx(sorted(math.exp(s) for s, _ in wanted))
-
-
 # --- texts and acceptance ---
 
 
@@ -221,24 +203,6 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy: Pair) -> 
             assert log_probs == sorted(log_probs, reverse=True)
             assert sum(np.exp(log_probs)) <= 1 + 1e-9
         assert right == 60 if asked.greedy or flat else right >= 54
-
-
-def test_a_head_with_fewer_tokens_finds_the_targets_choice_among_them() -> None:
-    """With nearly flat logits at temperature 1 the noise decides; the head must use the noise of the target's ids."""
-    rng, asked = np.random.default_rng(1), SamplingParams(temperature=1.0)
-    ids = torch.from_numpy(rng.choice(MODEL_VOCAB, 150, replace=False)).sort().values
-    guesses, within = Guesses(ids, MODEL_VOCAB, ()), 0
-    for i in range(200):
-        logits = 0.5 * rng.standard_normal(MODEL_VOCAB).astype(np.float32)
-        seq = Sequence(i, PROMPTS[4], asked, i)
-        chosen = choose(logits, seq, [], ())
-        rows = logits[ids.numpy()][None]
-        if chosen in ids:
-            within += 1
-            assert guesses.likeliest(rows, seq, 0, 3)[0][0, 0] == chosen
-        penalized = Sequence(i, PROMPTS[4], replace(asked, logit_bias={0: 0.0}), i)
-        assert guesses.adjusted(rows, penalized, [[]], 3)[0].tolist() == guesses.likeliest(rows, seq, 0, 3)[0].tolist()
-    assert within > 60
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="trees grow in one call in the native module")
@@ -346,23 +310,6 @@ def test_below_a_cascade(folders: Path, easy: Pair) -> None:
         assert (name, rest) == ("level 1: eagle", [])
         assert level.mean_acceptance_length is not None
         assert level.mean_acceptance_length > 1.4
-
-
-def test_a_prefix_that_nobody_showed(easy: Pair) -> None:
-    """The head's context begins where hidden states begin, again after a gap; the head still guesses."""
-    engine = engine_of(easy)
-    drafter, seq = drafter_of(engine), Sequence(0, list(range(1, 40)), GREEDY, 0)
-    hidden = torch.randn(40, 32)
-    assert drafter.propose([seq], [6]).count(0) == 0
-    drafter.observe([seq], [Span(20, 30)], hidden[20:30])
-    assert drafter.propose([seq], [6]).count(0) == 0, "not up to the last token"
-    drafter.observe([seq], [Span(35, 38)], hidden[35:38])
-    assert drafter.propose([seq], [6]).count(0) == 6
-    context = drafter.followers[seq]
-    assert (context.start, context.holder.num_cached) == (35, 3)
-    drafter.observe([seq], [Span(0, 38)], hidden[:38])
-    assert drafter.propose([seq], [6]).count(0) == 6
-    assert (context.start, context.holder.num_cached) == (0, 38)
 
 
 def test_beyond_its_own_context(folders: Path, easy: Pair, tmp_path: Path) -> None:
