@@ -1,23 +1,77 @@
-"""Sending questions to a server, one at a time or several at once, within a budget of requests and seconds."""
+"""Asking a server: one question at a time or several at once, within a budget; answers as text, tokens and counts."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from sameseed_verify import wire
-from sameseed_verify.reading import ServedText, read
-from sameseed_verify.wire import Endpoint
+from sameseed_verify import VerifyError
 
 MAX_RETRIES = 3  # if the server is busy
+BUSY = (429, 503)  # status codes after which a request is retried
+LONGEST_WAIT = 30.0  # most seconds to wait for one Retry-After
+MAX_DETAIL = 300  # characters of an error's text that are kept
 NOT_SENT = "not sent"
+_UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and its model. `url`: without /v1. `version`: of the API's routes; OpenVINO's server has /v3."""
+
+    url: str
+    model: str = ""
+    chat: bool = False
+    version: str = "v1"
+
+    @property
+    def routes(self) -> str:
+        return f"{self.url}/{self.version}"
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token's text, its log-probability (None: first token of a prompt), and the likeliest tokens at its position."""
+
+    token: str
+    logprob: float | None
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass
+class ServedText:
+    """One answer; a count is None if the server does not tell it.
+
+    `moments`: times at which text arrived. `error`: kind of error, None if there was none.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    num_tokens: int = 0
+    num_cached: int | None = None  # prompt tokens found in the server's prefix cache
+    num_drafted: int | None = None
+    num_accepted: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    scored: list[ScoredToken] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
+    error: str | None = None
+    detail: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server refused the request (HTTP 4xx, except busy ones)."""
+        said = self.error or ""
+        return said.startswith("HTTP 4") and not said.startswith(("HTTP 408", "HTTP 429"))
 
 
 @dataclass
@@ -68,12 +122,50 @@ class ServerQuestion:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
+    """An HTTP client with `concurrency` connections, which ignores proxy settings."""
+    return httpx.AsyncClient(
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(timeout, connect=10.0),
+        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        trust_env=False,
+    )
+
+
+async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
+    """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
+
+    Raises VerifyError if there is no such server.
+    """
+    try:
+        response = await client.get(f"{endpoint.routes}/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise VerifyError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
+    if response.status_code in (401, 403):
+        raise VerifyError(
+            f"{endpoint.url} wants an API key; give --api-key-file, or set the variable of --api-key-variable"
+        )
+    if response.status_code != 200:
+        if endpoint.model:
+            return {}
+        raise VerifyError(f"{endpoint.routes}/models answers {response.status_code}; name the model with --name")
+    try:
+        models = [dict(m) for m in response.json().get("data") or [{}]]
+    except _UNREADABLE:
+        raise VerifyError(
+            f"{endpoint.routes}/models is not the answer of a server with OpenAI's API; give the address of one"
+        ) from None
+    return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+
+
 class Asker:
     """Sends questions. `extras`: send fields beyond OpenAI's API. `failures`: failed requests by kind of error."""
 
-    def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, budget: RequestBudget, timeout: float) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, endpoint: Endpoint, budget: RequestBudget, timeout: float, extras: bool = True
+    ) -> None:
         self.client, self.endpoint, self.budget, self.timeout = client, endpoint, budget, timeout
-        self.extras = True
+        self.extras = extras
         self.failures: Counter[str] = Counter()
         self._number, self._run = itertools.count(), f"verify-server {time.time_ns()}"
 
@@ -93,23 +185,48 @@ class Asker:
 
     async def ask(self, question: ServerQuestion) -> ServedText:
         """Send one question and return the answer. Never raises: errors are in the answer's `error`."""
-        if not self.budget.take():
-            return ServedText(error=NOT_SENT, detail=self.budget.ended)
-        budget, body = self.budget, self.body(question)
-        timeout = min(self.timeout, max(budget.seconds - budget.passed, 0.0))
-        retries = min(MAX_RETRIES, budget.requests - budget.spent)
-        sent = await wire.exchange(self.client, self.endpoint, body, timeout, retries)
-        budget.spent += sent.refusals
-        if sent.error == "timeout" and not budget.left():
+        budget = self.budget
+        if not budget.take():
             return ServedText(error=NOT_SENT, detail=budget.ended)
-        answer = read(sent, question.stream)
-        if answer.error is not None:
-            if answer.refused:
-                return answer
+        timeout = min(self.timeout, max(budget.seconds - budget.passed, 0.0))
+        try:
+            answer = await asyncio.wait_for(self._exchange(self.body(question)), timeout)
+        except asyncio.TimeoutError:
+            if not budget.left():
+                return ServedText(error=NOT_SENT, detail=budget.ended)
+            answer = ServedText(error="timeout", detail=f"not done after {timeout:g} s")
+        except Exception as error:
+            answer = ServedText(error=_kind(error), detail=f"{type(error).__name__}: {error}"[:MAX_DETAIL])
+        if answer.error is not None and not answer.refused:
             self.failures[answer.error] += 1
-            if not self.budget.ended and not await self._alive():
-                self.budget.ended, self.budget.died = f"the server is gone ({answer.error}: {answer.detail})", True
+            if not budget.ended and not await self._alive():
+                budget.ended, budget.died = f"the server is gone ({answer.error}: {answer.detail})", True
         return answer
+
+    async def _exchange(self, body: dict[str, Any]) -> ServedText:
+        """The answer to one request, sent again while the server is busy and the budget allows."""
+        url = self.endpoint.routes + ("/chat/completions" if self.endpoint.chat else "/completions")
+        most = min(MAX_RETRIES, self.budget.requests - self.budget.spent)
+        for retries in itertools.count():
+            answered = False
+            try:
+                async with self.client.stream("POST", url, json=body) as response:
+                    answered = True
+                    if response.status_code == 200:
+                        return await read(response, body["stream"])
+                    detail = _message((await response.aread()).decode("utf-8", "replace"))
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if answered or retries >= most:  # else the server closed an idle connection (RFC 9112, 9.3)
+                    raise
+                continue
+            busy = response.status_code in BUSY
+            if not busy or retries >= most:
+                after = f" after {most} retries" if busy else ""
+                return ServedText(error=f"HTTP {response.status_code}{after}", detail=detail)
+            self.budget.spent += 1
+            wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
+            await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
+        raise AssertionError("unreachable")
 
     async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
         """Answers in the order of the questions, with `concurrency` requests at once."""
@@ -129,3 +246,102 @@ class Asker:
         except httpx.HTTPError:
             return False
         return True
+
+
+def _kind(error: Exception) -> str:
+    """The kind of an error: of the connection, or of what the server sent."""
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "no connection"
+    if isinstance(error, httpx.TimeoutException):
+        return "timeout"
+    if isinstance(error, httpx.TransportError):
+        return "connection lost"
+    return "not the API's form" if isinstance(error, _UNREADABLE) else "client error"
+
+
+def _message(detail: str) -> str:
+    """The message in an error's JSON body; the whole body if it has none."""
+    with suppress(ValueError, TypeError, KeyError):
+        detail = str(json.loads(detail)["error"]["message"])
+    return " ".join(detail.split())[:MAX_DETAIL]
+
+
+async def read(response: httpx.Response, streamed: bool) -> ServedText:
+    """Parse a response as it arrives. Raises ValueError and the like for what is not the API's form."""
+    made = ServedText()
+    async for body in _bodies(response, streamed):
+        if fault := body.get("error"):
+            said = fault.get("message", fault) if isinstance(fault, dict) else fault
+            return ServedText(error="error in the answer", detail=str(said)[:MAX_DETAIL])
+        _take(made, body)
+    if made.finish_reason is None:
+        made.error, made.detail = "cut off", "the answer has no finish_reason"
+    made.num_tokens = made.num_tokens or len(made.token_ids) or len(made.moments)
+    return made
+
+
+async def _bodies(response: httpx.Response, streamed: bool) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a response, each as soon as it is complete."""
+    if not streamed:
+        yield json.loads(await response.aread())
+        return
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for body in _events(lines):
+            yield body
+    for body in _events([rest]):
+        yield body
+
+
+def _events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    data = (line[5:].strip() for line in lines if line.startswith(b"data:"))
+    return [json.loads(each) for each in data if each != b"[DONE]"]
+
+
+def _take(made: ServedText, body: Mapping[str, Any]) -> None:
+    """Add a body, or a chunk of one, to `made`."""
+    if usage := body.get("usage"):
+        made.num_tokens = usage.get("completion_tokens") or 0
+        made.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", made.num_cached)
+    metrics, timings = body.get("metrics") or {}, body.get("timings")
+    if "speculative_decoding" in metrics:
+        told = metrics["speculative_decoding"] or {}
+        made.num_drafted = told.get("num_draft_tokens", 0)
+        made.num_accepted = told.get("num_accepted_draft_tokens", 0)
+    if isinstance(timings, dict):  # llama-server's; draft counts are present only if there were drafts
+        made.num_drafted, made.num_accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+        made.num_cached = timings.get("cache_n", made.num_cached)
+    for choice in (body.get("choices") or ())[:1]:
+        said = choice.get("delta") or choice.get("message") or choice
+        if text := (said.get("reasoning_content") or "") + (said.get("text") or said.get("content") or ""):
+            made.text += text
+            made.moments.append(time.perf_counter())
+        made.token_ids += tuple(choice.get("token_ids") or ())
+        ids = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or ()
+        made.prompt_token_ids = tuple(ids) or made.prompt_token_ids
+        made.scored += scored_tokens(choice.get("logprobs"))
+        made.finish_reason = choice.get("finish_reason") or made.finish_reason
+
+
+def scored_tokens(told: Any) -> list[ScoredToken]:
+    """Log-probabilities from either form of the API: parallel lists (completions), or one entry per token (chat)."""
+    if not isinstance(told, dict):
+        return []
+    if told.get("content") is not None:
+        return [
+            ScoredToken(
+                e["token"], float(e["logprob"]), _top((t["token"], t["logprob"]) for t in e.get("top_logprobs") or ())
+            )
+            for e in told["content"]
+        ]
+    tokens, values = told.get("tokens") or (), told.get("token_logprobs") or ()
+    tops = told.get("top_logprobs") or [None] * len(tokens)
+    return [
+        ScoredToken(t, None if v is None else float(v), _top((top or {}).items()))
+        for t, v, top in zip(tokens, values, tops, strict=True)
+    ]
+
+
+def _top(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, float], ...]:
+    return tuple((token, float(value)) for token, value in pairs)

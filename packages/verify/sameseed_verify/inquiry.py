@@ -4,17 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from sameseed_verify import prompts
-from sameseed_verify.ask import Asker, ServerQuestion
+from sameseed_verify.ask import Asker, ServedText, ServerQuestion
 from sameseed_verify.prompts import Prompt
-from sameseed_verify.reading import ServedText
 
 HOLDS, BROKEN, NOT_SHOWN = "holds", "broken", "not shown"
 LEAST_TEXTS, LEAST_TOKENS = 4, 64  # least amounts compared for a promise to hold
 MOST_SHOWN = 5  # most differences that are kept in detail
 AROUND = 40  # characters shown on each side of a difference
+
+
+def option(metavar: str | None = None) -> Any:
+    """Help settings of a field that may stay unset: its metavar, and no "(default: None)"."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class VerifyServerArgs:
+    """Does a server with OpenAI's API return the same text for the same request?
+
+    Alone, under load, streamed, from the prefix cache, with speculation off and on.
+
+    Exit code 0: all promises hold; 1: one is broken; 3: not shown; 2: bad usage.
+    """
+
+    url: Annotated[str, Positional]  # the server's address
+    name: Annotated[str | None, option("NAME")] = None  # the model's name on the server; unset: the first listed
+    chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
+    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl or .txt; unset: built-in
+    num_prompts: Annotated[int | None, option("N")] = None  # most prompts; unset: what --requests allow
+    max_tokens: int = 48  # longest answer
+    requests: int = 200  # most requests
+    seconds: float = 300.0  # most seconds; a running request is waited for
+    concurrency: int = 4  # requests at once, for checks under load
+    timeout: float = 120.0  # seconds for one request
+    seed: int = 1  # of sampled texts and of the load's order
+    only: Annotated[tuple[str, ...], option("ID")] = ()  # check only these promises, e.g. load stream; unset: all
+    again: Annotated[Path | None, option("FILE")] = None  # compare with the last report in this file
+    api_key_file: Annotated[Path | None, option("FILE")] = None  # the key, on its first line
+    api_key_variable: str = "SAMESEED_API_KEY"  # environment variable with the key, if there is no file
+    html: Annotated[Path | None, option("FILE")] = None  # write the report as one page
+    out: Annotated[Path | None, option("FILE")] = None  # append the report (one JSON line) to a file
+    json: Annotated[bool, option()] = False  # the report to stdout instead of a table
 
 
 @dataclass(frozen=True)
@@ -99,12 +135,10 @@ class Inquiry:
     """
 
     asker: Asker
-    prompts: Seq[Prompt]
-    max_tokens: int
-    concurrency: int
-    seed: int
+    args: VerifyServerArgs
     max_model_len: int | None = None
     earlier: Mapping[str, Any] | None = None
+    prompts: Seq[Prompt] = ()
     alone: list[ServedText] = field(default_factory=list)
     scored: list[ServedText] = field(default_factory=list)
 
@@ -121,7 +155,7 @@ class Inquiry:
 
     def question(self, index: int, **more: Any) -> ServerQuestion:
         """The greedy question for a prompt; `more`: fields of ServerQuestion."""
-        return ServerQuestion(self.fields(index), more.pop("max_tokens", self.max_tokens), **more)
+        return ServerQuestion(self.fields(index), self.args.max_tokens, **more)
 
     def compare(self, evidence: Evidence, way: str, index: int, found: ServedText) -> bool:
         """Compare a greedy answer with the answer to the prompt alone; True if they are equal."""

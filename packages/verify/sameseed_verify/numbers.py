@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sameseed_verify.ask import ServerQuestion
+from sameseed_verify.ask import ScoredToken, ServedText, ServerQuestion
 from sameseed_verify.inquiry import Evidence, Inquiry, promise
-from sameseed_verify.reading import ScoredToken, ServedText
 
 NUM_TOP = 5
 TIE = 1e-4  # tolerance in log-probability: a token this close to the likeliest counts as equally likely

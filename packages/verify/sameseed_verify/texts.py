@@ -10,9 +10,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from sameseed_verify import prompts
-from sameseed_verify.ask import ServerQuestion
+from sameseed_verify.ask import ServedText, ServerQuestion
 from sameseed_verify.inquiry import Evidence, Inquiry, promise
-from sameseed_verify.reading import ServedText
 
 LONG = 1200  # characters of a prompt for the prefix cache, enough for many cache blocks
 MOST_LONG = 4  # number of these long prompts
@@ -58,18 +57,18 @@ async def again(inquiry: Inquiry, evidence: Evidence) -> None:
 @promise("load", "under load")
 async def load(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same whatever else the server is doing."""
-    noise = random.Random(f"load {inquiry.seed}")
+    noise = random.Random(f"load {inquiry.args.seed}")
     own = [(i, inquiry.question(i)) for i in range(len(inquiry.prompts))]
     beside = [(-1, companion(inquiry, noise)) for _ in range(max(2, len(own) // 2))]
     first = [*own, *beside]
     noise.shuffle(first)
     most = 0
     for jobs in (first, own[::-1]):
-        answers = await inquiry.asker.ask_together([q for _, q in jobs], inquiry.concurrency)
+        answers = await inquiry.asker.ask_together([q for _, q in jobs], inquiry.args.concurrency)
         most = max(most, overlap(answers))
         for (i, _), answer in zip(jobs, answers, strict=False):
             if i >= 0:
-                inquiry.compare(evidence, f"{inquiry.concurrency} at once", i, answer)
+                inquiry.compare(evidence, f"{inquiry.args.concurrency} at once", i, answer)
     evidence.numbers["written_at_once"] = most
     if most < 2:
         evidence.missing = "no two answers were written at the same time: the server takes one request after the other"
@@ -80,7 +79,7 @@ def companion(inquiry: Inquiry, noise: random.Random) -> ServerQuestion:
     text = "\n".join(noise.choice(inquiry.prompts).said for _ in range(noise.randrange(1, 3)))
     sampled = {"temperature": 0.9}
     prompt = prompts.as_prompt(text[-LONG:], inquiry.chat)
-    return ServerQuestion(prompt, noise.randrange(4, inquiry.max_tokens + 1), fields=sampled)
+    return ServerQuestion(prompt, noise.randrange(4, inquiry.args.max_tokens + 1), fields=sampled)
 
 
 def overlap(answers: Seq[ServedText]) -> int:
@@ -93,17 +92,17 @@ def overlap(answers: Seq[ServedText]) -> int:
 async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same whether its prompt was in the prefix cache or not."""
     told = hits = 0
-    room = LONG if inquiry.max_model_len is None else min(LONG, 2 * (inquiry.max_model_len - inquiry.max_tokens))
+    room = LONG if inquiry.max_model_len is None else min(LONG, 2 * (inquiry.max_model_len - inquiry.args.max_tokens))
     whole = "\n\n".join(p.said for p in inquiry.prompts)
     for n in range(min(MOST_LONG, len(inquiry.prompts))):
         start = inquiry.prompts[n].said
         text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # the salt makes the prompt new
         salts = inquiry.asker.salt(), inquiry.asker.salt()
-        asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.max_tokens, salt=salts[0])
+        asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.args.max_tokens, salt=salts[0])
         cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)
         half = ServerQuestion(prompts.as_prompt(text[: len(text) // 2], inquiry.chat), 1, salt=salts[1])
         await inquiry.asker.ask(half)
-        partly = await inquiry.asker.ask(ServerQuestion(asked.prompt, inquiry.max_tokens, salt=salts[1]))
+        partly = await inquiry.asker.ask(ServerQuestion(asked.prompt, inquiry.args.max_tokens, salt=salts[1]))
         for way, answer in (("found", hit), ("found in part", partly)):
             evidence.compare(f"long prompt {n + 1}, {way}", cold, answer)
             told += answer.num_cached is not None
@@ -131,8 +130,8 @@ async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     lengths = [answer.num_tokens for answer in inquiry.alone]  # prefer long answers: an empty one shows nothing
     indices = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:MOST_SEEDED]
     ask = inquiry.asker.ask
-    same = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + i}) for i in indices]
-    others = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.seed + 1000 + i}) for i in indices]
+    same = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.args.seed + i}) for i in indices]
+    others = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.args.seed + 1000 + i}) for i in indices]
     firsts: list[ServedText] = []
     alone = varied = 0
     for i, mine, another in zip(indices, same, others, strict=True):
@@ -142,11 +141,11 @@ async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
             evidence.missing = f"the server refuses seeds ({firsts[0].detail})"
             return
         second, other = await ask(mine), await ask(another)
-        alone += evidence.compare(f"{inquiry.prompts[i].id}, seed {inquiry.seed + i}, again", first, second)
+        alone += evidence.compare(f"{inquiry.prompts[i].id}, seed {inquiry.args.seed + i}, again", first, second)
         varied += other.error is None and other.text != first.text
-    together = await inquiry.asker.ask_together(same, inquiry.concurrency)
+    together = await inquiry.asker.ask_together(same, inquiry.args.concurrency)
     for i, first, answer in zip(indices, firsts, together, strict=False):
-        where = f"{inquiry.prompts[i].id}, seed {inquiry.seed + i}, {inquiry.concurrency} at once"
+        where = f"{inquiry.prompts[i].id}, seed {inquiry.args.seed + i}, {inquiry.args.concurrency} at once"
         evidence.compare(where, first, answer)
     evidence.numbers["other_seeds_with_another_text"] = varied
     if not varied:

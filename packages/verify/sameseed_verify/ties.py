@@ -83,7 +83,7 @@ async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
     alone = [await inquiry.asker.ask(q) for q in questions]
     for where, question, first in zip(wheres, questions, alone, strict=True):
         evidence.compare(f"{where}, again", first, await inquiry.asker.ask(question))
-    together = await inquiry.asker.ask_together(questions, inquiry.concurrency) if questions else []
+    together = await inquiry.asker.ask_together(questions, inquiry.args.concurrency) if questions else []
     for where, first, answer in zip(wheres, alone, together, strict=False):
         evidence.compare(f"{where}, under load", first, answer)
     near = sum(tie.gap <= NEAR for tie in found)

@@ -13,20 +13,20 @@ import pytest
 from fixtures_promises import PromiseServer
 
 from sameseed_verify import VerifyError
+from sameseed_verify.inquiry import VerifyServerArgs
 from sameseed_verify.page import render
-from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, ServerSettings, verify
-from sameseed_verify.wire import Endpoint
+from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, check, verify
 
-SETTINGS = ServerSettings(seconds=1e6)
+SETTINGS = VerifyServerArgs("http://fake", seconds=1e6)
 ASKED = [name for name in ORDER if name != "again"]
 
 
 async def inquire(
-    server: Any, settings: ServerSettings = SETTINGS, chat: bool = False, earlier: dict[str, Any] | None = None
+    server: Any, settings: VerifyServerArgs = SETTINGS, chat: bool = False, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The report on a made-up server; checks that it is plain data and has a page."""
     async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as client:
-        made = await verify(client, Endpoint("http://fake", chat=chat), settings, earlier=earlier)
+        made = await verify(client, replace(settings, chat=chat), earlier=earlier)
     assert json.loads(json.dumps(made)) == made
     page = render(made)
     assert "<script" not in page and all(p["name"] in page for p in made["promises"])
@@ -247,4 +247,4 @@ def test_bad_settings_are_refused() -> None:
         ({"only": ("lode",)}, "no promise 'lode'"),
     ):
         with pytest.raises(VerifyError, match=says):
-            ServerSettings(**bad)
+            check(replace(SETTINGS, **bad))  # type: ignore[arg-type]
