@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 
-from sameseed.request import Metrics, SpecMetrics, TimeSplit
+from sameseed.request import FinishReason, Metrics, SpecMetrics, TimeSplit
+from sameseed.server.frames import Ended
 
 START = 120.0  # seconds at most, on a busy machine
-NOTHING = Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0).as_dict()
-DONE: dict[str, Any] = {"finish_reason": "stop", "seed": 1, "metrics": NOTHING}  # fields of a sequence's last piece
+DONE = Ended(FinishReason.STOP, 1, Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0))
 
 
 class Server:

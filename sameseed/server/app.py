@@ -27,8 +27,8 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Count, Guard, visit_of
 from sameseed.server.errors import ApiError, error_response, unavailable
 from sameseed.server.gate import Gate
+from sameseed.server.process import Supervised
 from sameseed.server.service import Service
-from sameseed.server.supervised import Backend
 
 
 class ErrorFields(BaseModel):
@@ -117,7 +117,7 @@ def guarded(app: ASGIApp, config: ServerConfig, count: Count) -> ASGIApp:
     return made
 
 
-def add_state(app: FastAPI, client: Backend, gate: Gate) -> None:
+def add_state(app: FastAPI, client: Supervised, gate: Gate) -> None:
     """Add the routes /health and /ready, and the handlers that turn exceptions into error responses."""
 
     @app.exception_handler(HTTPException)

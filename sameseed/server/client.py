@@ -25,7 +25,6 @@ from sameseed.server import frames, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
 from sameseed.server.frames import Add, Piece
 from sameseed.server.helper import ENDED, Compiled, Grammars, Helper, HelperDiedError
-from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
 from sameseed.server.text import TextCodec
 
 log = logging.getLogger("sameseed.server")
@@ -35,7 +34,7 @@ MAX_COMPILING = 16  # grammars that may wait for the compiler
 CLOSING = 6.0  # seconds for the process to end by itself
 
 
-class EngineClient(Supervised):
+class EngineClient(process.Supervised):
     """Runs one engine in a separate process."""
 
     what = "the engine's process"
@@ -49,7 +48,7 @@ class EngineClient(Supervised):
         step_timeout: float = 600.0,
         max_restarts: int = 5,
         on_failure: Callable[[str], None] = lambda message: None,
-        first_delay: float = FIRST_DELAY,
+        first_delay: float = process.FIRST_DELAY,
         spawn: Callable[[], tuple[int, socket.socket]] = lambda: process.spawn("worker"),
     ) -> None:
         """`settings` as `make_config` takes them; `spawn` starts the process; for restarts see `Supervised`.
@@ -60,7 +59,6 @@ class EngineClient(Supervised):
         self._spawn = spawn
         self.model = model
         self.text: TextCodec | None = None
-        self.facts: dict[str, Any] = {}  # of the loaded engine: the fields of EngineReady
         self.stats: dict[str, Any] = {}
         self.past_stats: list[dict[str, Any]] = []  # last counters of engines that have died
         others = {k: v for k, v in settings.items() if k != "draft"}
@@ -159,8 +157,7 @@ class EngineClient(Supervised):
             self._writer.write(data)
 
     async def _run_once(self) -> int:
-        with starting():
-            pid, ours = self._spawn()
+        pid, ours = self._spawn()
         self.pid = pid
         self._sent.clear()
         try:
@@ -205,7 +202,7 @@ class EngineClient(Supervised):
                 if (stream := self._streams.get(request_id)) is None:  # its reader has left
                     continue
                 stream.push(piece)
-                if piece.completion is not None and piece.completion["finish_reason"] == "error":
+                if piece.completion is not None and piece.completion.finish_reason == "error":
                     self.forget(request_id)
                 elif not stream.num_open:
                     del self._streams[request_id]
@@ -266,8 +263,8 @@ class Stream:
                 raise item
             if item.completion is not None:
                 self._num_unread -= 1
-                if item.completion["finish_reason"] == "error":
-                    raise (bad_request if item.completion["ruled_out"] else internal)(item.completion["error"])
+                if item.completion.finish_reason == "error":
+                    raise (bad_request if item.completion.ruled_out else internal)(item.completion.error)
             yield item
 
     def leave(self, error: ApiError | None = None) -> None:

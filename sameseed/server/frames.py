@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from sameseed.config import SpecConfig
-from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
+from sameseed.request import Delta, FinishReason, Metrics, SamplingParams, Speculation, TokenLogprob
 
 MAX_FRAME = 64 * 2**20  # bytes; a longer one means that the other side has failed
 LEAST_LOGPROB = -9999.0  # stands for minus infinity in JSON, as in other servers
@@ -93,6 +93,19 @@ class EngineReady(Frame):
     num_draft_tokens: int = 0
 
 
+class Ended(msgspec.Struct, array_like=True):
+    """The end of a sequence: why it ended, its costs, and, if it failed, the error.
+
+    `ruled_out`: it failed because the request's own constraints left no token.
+    """
+
+    finish_reason: FinishReason
+    seed: int
+    metrics: Metrics
+    ruled_out: bool = False
+    error: str = ""
+
+
 class Piece(msgspec.Struct, array_like=True):
     """New output of one sequence. Log-probabilities are [token, logprob, [[token, logprob]]], the last the likeliest.
 
@@ -106,7 +119,7 @@ class Piece(msgspec.Struct, array_like=True):
     levels: list[str | None]
     logprobs: list[Any]
     prompt_logprobs: list[Any]
-    completion: dict[str, Any] | None
+    completion: Ended | None
     text_offset: list[int] = []
     reasoning: str = ""  # set by the server, if it splits the reasoning off the text
 
@@ -226,11 +239,7 @@ def _size(head: bytes) -> int:
 
 def piece(delta: Delta) -> Piece:
     """A delta as a Piece."""
-    completion: dict[str, Any] | None = None
-    if (c := delta.completion) is not None:
-        completion = {"finish_reason": c.finish_reason.value, "ruled_out": c.ruled_out, "seed": c.seed}
-        completion["error"] = c.error
-        completion["metrics"] = c.metrics.as_dict()
+    c = delta.completion
     return Piece(
         delta.index,
         delta.text,
@@ -238,7 +247,7 @@ def piece(delta: Delta) -> Piece:
         list(delta.levels),
         [_logprob(p) for p in delta.logprobs],
         [_logprob(p) for p in delta.prompt_logprobs],
-        completion,
+        None if c is None else Ended(c.finish_reason, c.seed, c.metrics, c.ruled_out, c.error),
         list(delta.text_offset),
     )
 

@@ -95,26 +95,21 @@ class ServerMetrics:
         self._cached.inc(reply.num_cached_tokens)
         for choice in reply.choices:
             self._success.labels(self._model_name, choice.finish_reason or "abort").inc()
-            if choice.completion is not None:
-                self.timed(choice.completion["metrics"])
+            if choice.completion is not None:  # where its time went, as the engine measured it
+                m = choice.completion.metrics
+                self.queue.observe(m.queue_time)
+                self.prefill.observe(max(0.0, m.time_to_first_token - m.queue_time))
+                self.decode.observe(max(0.0, m.total_time - m.time_to_first_token))
+                self.inference.observe(max(0.0, m.total_time - m.queue_time))
         sizes = {
             "prompt": reply.num_prompt_tokens,
             "written": reply.num_output_tokens,
-            "most": reply.job.params.max_tokens,
+            "longest": max(len(c.token_ids) for c in reply.choices),
+            "most": reply.add.params.max_tokens,
+            "choices": len(reply.choices) // len(reply.prompts),
         }
-        sizes["longest"] = max(len(c.token_ids) for c in reply.choices)
-        sizes["choices"] = len(reply.choices) // len(reply.prompts)
         for name, size in sizes.items():
             self.lengths[name].observe(size)
-
-    def timed(self, metrics: Mapping[str, Any]) -> None:
-        """Count where the time of a sequence went, as the engine measured it."""
-        queue, first, total = (metrics.get(k) for k in ("queue_time_s", "time_to_first_token_s", "total_time_s"))
-        if queue is not None and first is not None and total is not None:
-            self.queue.observe(queue)
-            self.prefill.observe(max(0.0, first - queue))
-            self.decode.observe(max(0.0, total - first))
-            self.inference.observe(max(0.0, total - queue))
 
 
 class _EngineCounters(Collector):

@@ -30,7 +30,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Patient
 from sameseed.server.errors import unavailable
 from sameseed.server.gate import Gate
-from sameseed.server.supervised import Backend
+from sameseed.server.process import Supervised
 
 log = logging.getLogger("sameseed.server")
 KEEP_ALIVE = 75  # seconds that an idle connection stays open, long enough for clients that pool connections
@@ -46,7 +46,7 @@ OnFailure = Callable[[str], None]
 class Served(NamedTuple):
     """The parts of a server."""
 
-    client: Backend
+    client: Supervised
     app: ASGIApp
     gate: Gate
 

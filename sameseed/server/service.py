@@ -38,7 +38,7 @@ from sameseed.server.protocol import (
 )
 from sameseed.server.reading import INLINE, F, Intake, read
 from sameseed.server.reasoning import PARSERS, Thoughts
-from sameseed.server.replies import CompletionReply, Job, Reply
+from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FENCES, FORMATS, Parser
 
@@ -168,14 +168,16 @@ class Service:
         with self.gate.enter(visit.tenant, fields.num_seqs, visit.size) as ticket:
             try:
                 left = timeout - (time.monotonic() - visit.arrived)
-                job, add, packed, grammar = await asyncio.wait_for(self._prepared(visit, fields, text), left)
+                reply, packed, grammar = await asyncio.wait_for(self._prepared(visit, fields, text, kind), left)
             except asyncio.TimeoutError:
                 raise too_late(timeout) from None
-            stream = self.client.submit(add, packed, grammar)
-            return Answer(kind(job), stream, ticket.pop_all(), self.metrics, timeout)
+            stream = self.client.submit(reply.add, packed, grammar)
+            return Answer(reply, stream, ticket.pop_all(), self.metrics, timeout)
 
-    async def _prepared(self, visit: Visit, fields: Common, text: TextCodec) -> tuple[Job, Add, bytes, Compiled | None]:
-        """What a reply is made from; the engine's frame, also as bytes; and the grammar. Raises ApiError."""
+    async def _prepared(
+        self, visit: Visit, fields: Common, text: TextCodec, kind: type[Reply]
+    ) -> tuple[Reply, bytes, Compiled | None]:
+        """The reply to come, the engine's frame as bytes, and the grammar. Raises ApiError."""
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
         parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
@@ -191,19 +193,6 @@ class Service:
         echoed = prompts if keep is not None or isinstance(content, Render) else content
         own, facts = speculation(fields, self.config.max_draft_tokens), self.client.facts
         num_draft_tokens = facts["num_draft_tokens"] if facts["method"] != "none" else 0
-        job = Job(
-            visit.id,
-            fields,
-            text,
-            prompts,
-            params,
-            model=self.config.model_name,
-            fingerprint=self.client.fingerprint,
-            num_spec_tokens=own.of(num_draft_tokens) if own is not None and num_draft_tokens else num_draft_tokens,
-            echoes=await text.spelt(echoed, params.skip_special_tokens) if fields.repeats else (),
-            thoughts=self._thoughts(text, prompts[0], fields.thinks(source)),
-            parser=parser,
-        )
         add = Add(
             visit.id,
             prompts,
@@ -217,7 +206,18 @@ class Service:
             detailed=self.config.detailed,
             owner=visit.tenant,
         )
-        return job, add, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
+        reply = kind(
+            add,
+            fields,
+            text,
+            model=self.config.model_name,
+            fingerprint=self.client.fingerprint,
+            num_spec_tokens=own.of(num_draft_tokens) if own is not None and num_draft_tokens else num_draft_tokens,
+            echoes=await text.spelt(echoed, params.skip_special_tokens) if fields.repeats else (),
+            thoughts=self._thoughts(text, prompts[0], fields.thinks(source)),
+            parser=parser,
+        )
+        return reply, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
 
     def _thoughts(
         self, text: TextCodec, prompt: list[int], thinks: bool | None

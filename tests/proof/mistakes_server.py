@@ -7,14 +7,15 @@ from typing import Any
 from proof.mutant import Mutant
 from sameseed.server import frames, protocol, service
 from sameseed.server.client import Stream
-from sameseed.server.replies import CompletionReply, Reply
+from sameseed.server.replies import CompletionReply, Reply, ReplyChoice
 from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 
 _TEMPERATURE = "1.0 if fields.temperature is None else fields.temperature"
 _ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)"
-_STOPPED = '"stop" if piece.completion["finish_reason"] == "stop" else "length"'
+_KEPT = "self.text.append(piece.text)"
+_STOPPED = '"stop" if piece.completion.finish_reason == "stop" else "length"'
 
 
 def _server(name: str, function: Any, old: str, new: str) -> Mutant:
@@ -60,8 +61,8 @@ SERVER_MISTAKES: tuple[Mutant, ...] = (
     _server("prompts are not scored", Service._prepared, "fields.repeats and fields.top is not None", "False"),
     _server("requests without their settings", Worker._add, "names = (", "names = ()[:0] and ("),
     _server("tenants share an engine's rows", Worker._add, '"tenant", ', ""),
-    _server("ends are told the other way", Reply.take, _STOPPED, _STOPPED.replace('"length"', '"stop"')),
-    _server("pieces of a text are lost", Reply.take, "choice.text.append(piece.text)", "choice.text[:] = [piece.text]"),
+    _server("ends are told the other way", ReplyChoice.take, _STOPPED, _STOPPED.replace('"length"', '"stop"')),
+    _server("pieces of a text are lost", ReplyChoice.take, _KEPT, "self.text[:] = [piece.text]"),
     _server(
         "log-probabilities are sent twice", CompletionReply._logprobs, "slice(choice.num_sent, None", "slice(0, None"
     ),

@@ -7,17 +7,19 @@ from copy import copy
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from fixtures_server import DONE
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from sameseed.engine.output import OutputText
 from sameseed.grammar import Beginning, Choice
-from sameseed.request import SamplingParams
-from sameseed.server.frames import Piece
+from sameseed.request import FinishReason, SamplingParams
+from sameseed.server.frames import Add, Piece
 from sameseed.server.protocol import CompletionFields
-from sameseed.server.replies import CompletionReply, Job
+from sameseed.server.replies import CompletionReply
 from sameseed.server.text import TextCodec, same_at_beginning, vocabulary
 from sameseed.tokenizer import BROKEN, Tokenizer
 
@@ -148,15 +150,15 @@ def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: b
     whole = tokenizer.decode(prompt + output, skip)
     text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64)
     fields, params = CompletionFields(prompt=prompt, logprobs=1), SamplingParams(skip_special_tokens=skip)
-    job = Job("id", fields, text, [prompt], params, echoes=[tokenizer.decode(prompt, skip)])
-    replies = [CompletionReply(job) for _ in range(2)]
+    add, echoes = Add("id", [prompt], params), [tokenizer.decode(prompt, skip)]
+    replies = [CompletionReply(add, fields, text, echoes=echoes) for _ in range(2)]
     written, streamed = OutputText(tokenizer, (), skip, prompt), ""
     for n, token in enumerate(output, 1):
         offset, ended = written.length, n == len(output)
         written.push(token)
         if ended:
             written.finish()
-        done = {"finish_reason": "length"} if ended else None
+        done = msgspec.structs.replace(DONE, finish_reason=FinishReason.LENGTH) if ended else None
         scores = [[t, -1.0, []] for t in prompt[1:]] if n == 1 else []
         piece = Piece(0, written.delta(), [token], [None], [[token, -1.0, []]], scores, done, [offset])
         for reply in replies:

@@ -22,8 +22,7 @@ from typing import Any
 
 from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, unavailable
-from sameseed.server.process import SECRETS, end
-from sameseed.server.supervised import FIRST_DELAY, Supervised, starting
+from sameseed.server.process import FIRST_DELAY, SECRETS, Supervised, end
 from sameseed_vllm.environments import interpreter
 from sameseed_vllm.link import STOPPED, Link, Response
 
@@ -60,7 +59,7 @@ class VllmClient(Supervised):
         """
         program = interpreter(python)
         super().__init__(max_restarts, on_failure, first_delay)
-        self.facts: dict[str, Any] = dict(facts)
+        self.facts = dict(facts)
         self.link: Link | None = None
         self._command = [program, str(START)]
         self._arguments = list(arguments)
@@ -105,7 +104,7 @@ class VllmClient(Supervised):
 
     async def _run_once(self) -> int:
         key = secrets.token_urlsafe(32)
-        with starting(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             folder = tempfile.mkdtemp(prefix="sameseed-")  # for this user alone
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             path = os.path.join(folder, "socket")

@@ -6,23 +6,24 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from fixtures_server import DONE
 from lawkit import Pair
 
-from sameseed.request import SamplingParams
+from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.answer import INLINE, Answer
 from sameseed.server.client import EngineClient, Stream
 from sameseed.server.connection import Visit
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Add, Piece
+from sameseed.server.frames import Add, Ended, Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.protocol import CompletionFields
-from sameseed.server.replies import CompletionReply, Job
+from sameseed.server.replies import CompletionReply
 from sameseed.server.text import TextCodec
 
 
@@ -31,8 +32,8 @@ class Recorded(CompletionReply):
 
     breaks = False
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.threads: set[int] = set()
 
     def body(self) -> dict[str, Any]:
@@ -70,10 +71,14 @@ async def answered(reply: Recorded, pieces: list[Piece], prepared: float = 0.0) 
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
 
 
+Made = Callable[[], Recorded]
+
+
 @pytest.fixture(params=[True, False], ids=["streamed", "whole"])
-def job(pair: Pair, request: pytest.FixtureRequest) -> Job:
+def job(pair: Pair, request: pytest.FixtureRequest) -> Made:
     text = TextCodec(pair.tokenizer.as_files(), 304, 256)
-    return Job("1", CompletionFields(prompt="x", logprobs=1, stream=request.param), text, [[1]], SamplingParams())
+    fields = CompletionFields(prompt="x", logprobs=1, stream=request.param)
+    return partial(Recorded, Add("1", [[1]], SamplingParams()), fields, text)
 
 
 def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
@@ -81,28 +86,28 @@ def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
     return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None, [0])
 
 
-async def test_a_fault_in_the_middle_is_said(job: Job) -> None:
-    reply = Recorded(job)
+async def test_a_fault_in_the_middle_is_said(job: Made) -> None:
+    reply = job()
     reply.breaks = True
     status, body, gate = await answered(reply, [piece("a"), piece("b"), piece("c", done=True)])
-    if job.fields.stream:
+    if reply.fields.stream:
         lines = [line[6:] for line in body.decode().split("\n\n") if line]
         assert status == 200 and lines[-1] == "[DONE]" and len(lines) == 3
         assert json.loads(lines[1])["error"]["type"] == "server_error" and "0x7f" not in body.decode()
     assert gate.num_inside == 0
 
 
-async def test_many_log_probabilities_are_written_out_elsewhere(job: Job) -> None:
+async def test_many_log_probabilities_are_written_out_elsewhere(job: Made) -> None:
     """They are written in a thread, because the event loop has other requests to serve."""
-    many, few = Recorded(job), Recorded(job)
+    many, few = job(), job()
     await answered(many, [piece("a", scores=INLINE + 1), piece("b", done=True)])
     assert many.threads - {threading.get_ident()}
     await answered(few, [piece("a", done=True)])
     assert few.threads == {threading.get_ident()}
 
 
-async def test_the_clock_has_run_while_the_request_was_prepared(job: Job) -> None:
-    status, body, gate = await asyncio.wait_for(answered(Recorded(job), [], prepared=11.0), 5)
+async def test_the_clock_has_run_while_the_request_was_prepared(job: Made) -> None:
+    status, body, gate = await asyncio.wait_for(answered(job(), [], prepared=11.0), 5)
     assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
 
 
@@ -110,7 +115,7 @@ async def test_the_clock_has_run_while_the_request_was_prepared(job: Job) -> Non
 async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
     """A failed pass is not the fault of a request, whatever biases and grammar the request has."""
     stream = Stream(Add("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
-    done = {**DONE, "finish_reason": "error", "ruled_out": ruled_out, "error": "it broke"}
+    done = Ended(FinishReason.ERROR, 1, DONE.metrics, ruled_out, "it broke")
     stream.push(Piece(0, "", [], [], [], [], done))
     with pytest.raises(ApiError) as caught:
         async for _ in stream.pieces():

@@ -13,11 +13,10 @@ from sameseed.models.harmony import Harmony, is_harmony
 from sameseed.request import SamplingParams
 from sameseed.server.chat import ChatReply, ResponseReply
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Piece
+from sameseed.server.frames import Add, Piece
 from sameseed.server.protocol import ChatFields, ResponseFields
 from sameseed.server.reading import read
 from sameseed.server.reasoning import PARSERS, Thoughts
-from sameseed.server.replies import Job
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, Parser
@@ -84,7 +83,7 @@ def test_a_server_reads_harmony_by_its_template(pair: Pair) -> None:
     tool = {"type": "function", "function": {"name": "get"}}
     fields = read(ChatFields, {"messages": [{"role": "user", "content": "x"}]})
     more: dict[str, Any] = {"parser": tool_parser([tool], codec), "thoughts": lambda: Harmony(GPT)}
-    reply = ChatReply(Job("0123456789", fields, codec, [[1]], SamplingParams(), **more))
+    reply = ChatReply(Add("0123456789", [[1]], SamplingParams()), fields, codec, **more)
     events = list(reply.begin())
     texts = [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a": 1}<|call|>']
     for at, said in enumerate(texts):
@@ -123,7 +122,7 @@ def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], li
         body = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatReply else {"input": "x"}
         fields = read(ChatFields if kind is ChatReply else ResponseFields, body | more)
         thoughts = lambda: Thoughts(PARSERS["qwen3"], "")  # noqa: E731
-        reply = kind(Job("0123456789", fields, text, [[1]], SamplingParams(), thoughts=thoughts))
+        reply = kind(Add("0123456789", [[1]], SamplingParams()), fields, text, thoughts=thoughts)
         events = list(reply.begin())
         for piece in pieces():
             reply.take(piece)

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from lawkit import Pair
 from prometheus_client import generate_latest
 
-from sameseed.request import SamplingParams
+from sameseed.request import FinishReason, Metrics, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.server.chat import ChatReply
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Piece
+from sameseed.server.frames import Add, Ended, Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.protocol import ChatFields
-from sameseed.server.replies import Job, event, speculation_metrics as metrics
+from sameseed.server.replies import event, speculation_metrics as metrics
 from sameseed.server.text import TextCodec
 
 
-def completion(per_pos: list[int], drafts: int, drafted: int) -> dict[str, Any]:
-    return {
-        "seed": 5,
-        "metrics": {
-            "num_rounds": drafts + 1,
-            "num_drafts": drafts,
-            "num_draft_tokens": drafted,
-            "num_accepted_tokens": sum(per_pos),
-            "num_accepted_tokens_per_pos": per_pos,
-            "undrafted": {"prompt": 1},
-            "time_split_s": {"draft": 0.5, "target": 1.0, "verify": 0.25, "schedule": 0.0},
-            "num_preemptions": 0,
-            "time_to_first_token_s": 1.0 / drafts if drafts else 9.0,
-            "total_time_s": 2.0 + drafts,
-        },
-    }
+def completion(per_pos: list[int], drafts: int, drafted: int) -> Ended:
+    spec = SpecMetrics(drafts + 1, drafts, drafted, sum(per_pos), per_pos, undrafted={"prompt": 1})
+    first = 1.0 / drafts if drafts else 9.0
+    return Ended(FinishReason.STOP, 5, Metrics(1, 1, spec, TimeSplit(0.5, 1.0, 0.25), first, 0.0, 2.0 + drafts))
 
 
 def test_the_numbers_that_vllm_prints() -> None:
@@ -96,7 +83,7 @@ def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
     text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
     fields = ChatFields(messages=[{"role": "user", "content": "x"}])
-    reply = ChatReply(Job("r", fields, text, [[1]], SamplingParams(), model=hostile))
+    reply = ChatReply(Add("r", [[1]], SamplingParams()), fields, text, model=hostile)
     reply.take(Piece(0, hostile, [5], [None], [], [], None))
     events = [*reply.begin(), *reply.events(Piece(0, hostile, [5], [None], [], [], None))]
     events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile), "id")]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from fixtures_server import DONE
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
 
-from sameseed.request import SamplingParams
+from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
-from sameseed.server.frames import Piece, Render
+from sameseed.server.frames import Add, Piece, Render
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
-from sameseed.server.replies import Job
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
@@ -307,7 +307,7 @@ def answer(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
     fields = read(ChatFields, {"messages": MESSAGES[:1], "tools": TOOLS, **more})
-    reply = ChatReply(Job("x", fields, text, [[1]], SamplingParams(), parser=tool_parser(TOOLS, text)))
+    reply = ChatReply(Add("x", [[1]], SamplingParams()), fields, text, parser=tool_parser(TOOLS, text))
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
@@ -365,7 +365,7 @@ def test_a_named_tool_is_no_reason_to_end(text: TextCodec) -> None:
 
 
 def test_arguments_that_were_cut_off(text: TextCodec) -> None:
-    cut_off = {**DONE, "finish_reason": "length"}
+    cut_off = msgspec.structs.replace(DONE, finish_reason=FinishReason.LENGTH)
     body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"], done=cut_off)
     assert body["message"]["tool_calls"] == gathered(chunks)
     assert body["message"]["tool_calls"][0]["function"]["arguments"] == '{"city'
