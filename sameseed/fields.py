@@ -49,16 +49,22 @@ def check(options: object) -> None:
     check_ranges(options)
 
 
-def check_ranges(options: object) -> None:
-    """Raise ConfigError if a field of a dataclass that is `within` bounds holds a number out of them."""
+def check_ranges(options: object, name: Callable[[str], str] = str) -> None:
+    """Raise ConfigError if a field of a dataclass that is `within` bounds holds a number out of them.
+
+    A list's numbers must all lie within, and it must hold one. `name` gives a field's name in errors.
+    """
     for f in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
         value, (low, high, above) = getattr(options, f.name), f.metadata.get("within", (0, 0, None))
-        if value is None or above is None or (low <= value <= high and not (above and value == low)):
+        numbers = value if isinstance(value, tuple) else (value,)
+        if value is None or above is None:
+            continue
+        if numbers and all(low <= n <= high and not (above and n == low) for n in numbers):
             continue
         least = f"{'above' if above else 'at least'} {low:g}"
         bounds = f"be {least}" if high >= LARGEST or above else f"lie in {low:g}..{high:g}"
         most = f" and at most {high:g}" if above and high < LARGEST else ""
-        raise ConfigError(f"{f.name} must {bounds}{most}, got {value!r}")
+        raise ConfigError(f"{name(f.name)} must {bounds}{most}, got {value!r}")
 
 
 def check_keys(

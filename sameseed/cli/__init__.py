@@ -1,11 +1,11 @@
-"""The `sameseed` command. Each subcommand is a module with a dataclass of its flags and `run(argv, prog)`.
+"""The `sameseed` command: `flags` has the flags of each subcommand, and a module of this package its `run(parsed)`.
 
-Most are modules of this package. Companions, and any other installed package, add theirs by entry points of the group
-`sameseed.commands`.
+A subcommand's module is imported once its flags are understood, so that help and bad usage are answered at once.
+Companions, and any other installed package, add subcommands by entry points of the group `sameseed.commands`: each
+names a module with `run(argv, prog)`.
 
-Heavy modules are imported only when a subcommand runs, so that help answers at once. An error that the user can fix is
-one line on stderr and exit code 2. Ctrl-C gives exit code 130, and so does SIGTERM (but `serve` finishes its requests).
-A closed output pipe (`| head`) gives exit code 141 and no message.
+An error that the user can fix is one line on stderr and exit code 2. Ctrl-C gives exit code 130, and so does SIGTERM
+(but `serve` finishes its requests). A closed output pipe (`| head`) gives exit code 141 and no message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
-from types import ModuleType
 
 COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
@@ -104,9 +103,8 @@ def _run(name: str, argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # do not fail on a character that the terminal cannot show
     try:
-        module = _module(name)
         with _ended_as_by_ctrl_c():
-            code: int = module.run(argv, f"sameseed {name}")
+            code = _command(name, argv)
         sys.stdout.flush()
         return code
     except SameseedError as error:
@@ -140,20 +138,25 @@ def _run(name: str, argv: list[str]) -> int:
         gc.freeze()  # the interpreter, as it ends, need not search what is left: 0.4 s with PyTorch
 
 
-def _module(name: str) -> ModuleType:
-    """The module of a command. Raises RegistryError for an unknown one, and for one whose package is not installed."""
+def _command(name: str, argv: list[str]) -> int:
+    """Run a command. Raises RegistryError for an unknown one, and for one whose package is not installed."""
     from sameseed import registry
     from sameseed.errors import RegistryError, nearest
 
     installed = registry.names("commands")
     if name in installed:
-        return registry.load("commands", name)
+        return int(registry.load("commands", name).run(argv, f"sameseed {name}"))
     if name in COMPANIONS:
         raise RegistryError(f"`sameseed {name}` is part of {COMPANIONS[name]}: pip install {COMPANIONS[name]}")
     known = sorted({*COMMANDS, *installed})
     if name not in known:
         raise RegistryError(f"no command {name!r}{nearest(name, known)} (there are: {', '.join(known)})")
-    return importlib.import_module("sameseed.demo" if name == "demo" else f"sameseed.cli.{name.replace('-', '_')}")
+    if name == "bench" and argv[:1] == ["serve"]:
+        name, argv = "bench serve", argv[1:]
+    flags, options = (importlib.import_module(f"sameseed.cli.{part}") for part in ("flags", "options"))
+    own, shared = flags.COMMANDS[name]
+    parsed = options.parse(own, argv, f"sameseed {name}", **shared)
+    return int(importlib.import_module(f"sameseed.cli.{name.replace(' ', '_').replace('-', '_')}").run(parsed))
 
 
 @contextmanager

@@ -6,80 +6,36 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from sameseed.cli.options import option, parse
+from sameseed.cli.console import check_outputs, keep, progress, show_table, stderr_console, stdout_console
+from sameseed.cli.flags import DEFAULT_LENGTHS, BenchServeArgs
+from sameseed.cli.options import Parsed
 from sameseed.errors import ConfigError
+from sameseed.measure.load import show, wire
+from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
+from sameseed.measure.load.outcome import Bounds
+from sameseed.measure.load.prompts import Shape, parse_shape
+from sameseed.measure.load.show import draw, make_records
+from sameseed.measure.load.wire import Endpoint, base_url
+from sameseed.measure.workload import read_prompts
+from sameseed.report import record
 
-if TYPE_CHECKING:
-    from sameseed.measure.load.bench import LoadSettings
-    from sameseed.measure.load.wire import Endpoint
-
-
-LENGTHS = ("2000-200", "5000-500", "10000-1000")
 # Flags that are fields of LoadSettings by the same name.
 SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
 
 
-@dataclass(frozen=True)
-class BenchServeArgs:
-    """Measure what clients get from a server with OpenAI's API (sameseed, vLLM, llama-server).
-
-    The load: clients that wait for their answers (--concurrency), or requests that arrive at a rate (--rates), with
-    prompts of given lengths. With --compare-speculation or --baseline-url, two arms are interleaved over the same
-    prompts and seeds, and their outputs are compared.
-    """
-
-    url: str = "http://127.0.0.1:8000"  # the server
-    model: Annotated[str | None, option("NAME")] = None  # the model's name; unset: the first that the server lists
-    chat: Annotated[bool, option()] = False  # /v1/chat/completions instead of /v1/completions
-    concurrency: tuple[str, ...] = ("1", "2", "4", "8", "16", "32")  # clients at once; also as 1,2,4
-    rates: Annotated[tuple[str, ...], option("X")] = ()  # requests per second, instead of clients at once
-    burstiness: float = 1.0  # of arrivals: 1 is a Poisson process, below 1 burstier, above more even
-    lengths: tuple[str, ...] = LENGTHS  # tokens of prompt and answer; unset: scaled to fit the server's context
-    scale: float = 1.0  # factor of all --lengths
-    prompts: str = "text"  # built-in text, random (tokens), a .jsonl or .txt file, or a set (gsm8k:DIR)
-    max_tokens: int = 128  # longest answer, if the prompts come from a file
-    num_requests: Annotated[int | None, option("N")] = None  # requests per repetition; unset: 4 per client, at least 8
-    max_seconds: Annotated[float | None, option("S")] = None  # for one run of an arm; then no more is sent
-    warm_up: int = 2  # requests of each arm before it is measured
-    repeat: int = 3  # runs of each arm, interleaved
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # sample from the likeliest tokens that make up this probability
-    seed: int = 1  # of prompts, arrivals and sampling
-    compare_speculation: Annotated[bool, option()] = False  # two arms: "speculation" off, and as asked for
-    speculation: Annotated[str | None, option("JSON")] = None  # what to ask for; unset: the server's default
-    baseline_url: Annotated[str | None, option("URL")] = None  # a second server to compare --url with
-    extra_body: Annotated[str | None, option("JSON")] = None  # fields for every request
-    ignore_eos: Annotated[bool, option()] = False  # write every answer to its full length, past its natural end
-    strict: Annotated[bool, option()] = False  # OpenAI's fields only: no cache_salt, no token ids
-    ttft_slo: Annotated[float | None, option("S")] = None  # goodput: seconds to the first token, at most
-    tpot_slo: Annotated[float | None, option("S")] = None  # goodput: seconds for each other token, at most
-    timeout: float = 600.0  # seconds for one request, retries included
-    max_retries: int = 5  # retries after 429 and 503, each after Retry-After
-    api_key_file: Annotated[Path | None, option("FILE")] = None  # the key, on its first line
-    api_key_variable: str = "SAMESEED_API_KEY"  # environment variable with the key, if there is no file
-    out: Annotated[Path | None, option("FILE")] = None  # append records here; unset: benchmarks/results/, if it exists
-    plot: Annotated[Path | None, option("FILE")] = None  # draw plots against concurrency, as .png and .svg
-    json: Annotated[bool, option()] = False  # records to stdout as JSON lines instead of tables
-
-
-def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if a request failed, or arms generated different outputs."""
-    args = parse(BenchServeArgs, argv, prog).args
+def run(parsed: Parsed[BenchServeArgs]) -> int:
+    """Measure, write; exit code 1 if a request failed, or arms generated different outputs."""
+    args = parsed.args
     settings, arms = _settings(args), _arms(args)
-    from sameseed.cli.console import check_outputs
-    from sameseed.report import record
-
     check_outputs(plot=args.plot)
     out = record.destination(args.out, "load")
     made = asyncio.run(_measure(args, arms, settings, out))
     if args.plot is not None and made:
-        from sameseed.measure.load.show import draw
-
         draw(made, args.plot)
     fine = all(not r["errors"] and (r["same_texts"] is None or r["same_texts"][0] == r["same_texts"][1]) for r in made)
     return 0 if fine else 1
@@ -89,12 +45,6 @@ async def _measure(
     args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings, out: Path | None
 ) -> list[dict[str, Any]]:
     """Measure all cells, and show a table after each shape. Returns the records."""
-    from sameseed.cli.console import keep, progress, show_table, stderr_console, stdout_console
-    from sameseed.measure.load import show, wire
-    from sameseed.measure.load.bench import LoadBench
-    from sameseed.measure.load.show import make_records
-    from sameseed.report import record
-
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
     run_id = record.now()
@@ -103,8 +53,7 @@ async def _measure(
         await bench.prepare()
         for shape in bench.settings.shapes:
             found: list[dict[str, Any]] = []
-            with progress(shape.label, args.json) as bar:
-                update = partial(bar.update, bar.tasks[0].id)
+            with progress(shape.label, args.json) as (update, _):
                 update(total=len(settings.levels) * settings.repeat * len(arms), note="warm-up")
                 for level in settings.levels:
                     runs = await bench.measure(shape, level, partial(update, advance=1))
@@ -123,11 +72,6 @@ async def _measure(
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
     """The settings of the load. Raises ConfigError."""
-    from sameseed.measure.load.bench import LoadLevel, LoadSettings
-    from sameseed.measure.load.outcome import Bounds
-    from sameseed.measure.load.prompts import Shape, parse_shape
-    from sameseed.measure.workload import read_prompts
-
     if args.prompts in ("text", "random"):
         shapes = [parse_shape(text, args.scale) for text in _list(str, args.lengths, "--lengths")]
     else:
@@ -141,14 +85,12 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
     sampling |= {"ignore_eos": True} if args.ignore_eos else {}
     same = {name: getattr(args, name) for name in SETTINGS}
     bounds = Bounds(args.ttft_slo, args.tpot_slo)
-    fit = args.prompts in ("text", "random") and args.lengths == LENGTHS and args.scale == 1.0
+    fit = args.prompts in ("text", "random") and args.lengths == DEFAULT_LENGTHS and args.scale == 1.0
     return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, bounds=bounds, fit=fit, **same)
 
 
 def _arms(args: BenchServeArgs) -> list[Endpoint]:
     """The endpoints to compare; the first is the baseline. Raises ConfigError."""
-    from sameseed.measure.load.wire import Endpoint, base_url
-
     if args.compare_speculation and args.baseline_url is not None:
         raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")
     extra = _object(args.extra_body, "--extra-body") if args.extra_body else {}

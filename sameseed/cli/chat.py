@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from dataclasses import replace
 
-from sameseed.cli.options import option, parse
+from sameseed.cli.console import TextWriter, load_llm, stderr_console, summary
+from sameseed.cli.flags import ChatArgs
+from sameseed.cli.generate import as_json
+from sameseed.cli.options import Parsed
+from sameseed.engine.llm import LLM
 from sameseed.errors import RequestError
+from sameseed.models.harmony import Harmony, is_harmony
 from sameseed.request import SamplingParams
-
-if TYPE_CHECKING:
-    from sameseed.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer"
 
 
-@dataclass(frozen=True)
-class ChatArgs:
-    """Chat with a model. On a terminal it prompts for each turn; from a pipe each line is a turn."""
-
-    system: Annotated[str | None, option("TEXT")] = None  # a system message before the conversation
-    show_draft: Annotated[bool, option()] = False  # mark the accepted draft tokens in the answers
-    json: Annotated[bool, option()] = False  # one JSON line per answer instead of text
-
-
-def run(argv: Seq[str], prog: str) -> int:
+def run(parsed: Parsed[ChatArgs]) -> int:
     """Run turns to the end of the input. On a terminal, a turn that fails or is stopped does not change the history."""
-    parsed = parse(ChatArgs, argv, prog, engine=True, sampling=True, defaults={"max_tokens": 256}, left_out=["n"])
-    from sameseed.cli.console import load_llm, stderr_console
-
-    args, llm = parsed.args, load_llm(parsed.engine, quiet=parsed.args.json)
+    args = parsed.args
+    llm = load_llm(parsed.engine.model, quiet=args.json, **parsed.engine.settings)
     params = replace(parsed.params, max_tokens=min(parsed.params.max_tokens, llm.engine.max_model_len))
     interactive, console = sys.stdin.isatty() and not args.json, stderr_console()
     if interactive:
@@ -80,10 +70,6 @@ def turns(interactive: bool) -> Iterator[str]:
 
 def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, args: ChatArgs, interactive: bool) -> str:
     """Generate an answer and show it meanwhile; returns its text, without the reasoning of Harmony."""
-    from sameseed.cli.console import TextWriter, stderr_console, summary
-    from sameseed.cli.generate import as_json
-    from sameseed.models.harmony import Harmony, is_harmony
-
     writer = TextWriter(sys.stdout, args.show_draft)
     text, harmony = "", Harmony("") if is_harmony(llm.tokenizer.chat_template) else None
     params = params if harmony is None else replace(params, skip_special_tokens=False)

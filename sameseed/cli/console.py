@@ -9,20 +9,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, Any, TextIO
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from sameseed.cli.options import EngineChoice
 from sameseed.config import SpecConfig
+from sameseed.engine.llm import LLM
+from sameseed.ops import available_cores
+from sameseed.report import record
+from sameseed.report.plot import plot_paths
 from sameseed.request import Delta, Metrics, SpecMetrics
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sameseed.engine.llm import LLM
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # Without colour, accepted draft tokens stand between these marks.
@@ -41,10 +42,13 @@ def stdout_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDE)
 
 
+def note(text: str, style: str = "dim") -> None:
+    """Say something on stderr that is not the command's result."""
+    stderr_console().print(text, style=style, markup=False, soft_wrap=True)
+
+
 def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> None:
     """Append records to a file, if there is one, and print them as lines of JSON, if asked."""
-    from sameseed.report import record
-
     for line in records:
         if out is not None:
             record.append(out, line)
@@ -54,9 +58,6 @@ def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> 
 
 def check_outputs(*files: tuple[Path | None, str], plot: Path | None = None) -> None:
     """Raise ConfigError, before anything is measured, if a file (with its flag) or a plot cannot be written."""
-    from sameseed.report import record
-    from sameseed.report.plot import plot_paths
-
     for path, flag in (*files, *((path, "--plot") for path in (plot_paths(plot) if plot is not None else ()))):
         if path is not None:
             record.prepare(path, flag)
@@ -67,8 +68,6 @@ def show_table(table: Table) -> None:
 
     If single words do not fit between the table's lines, the lines are left out.
     """
-    from rich.measure import Measurement
-
     console = stdout_console()
     words, lines = [], []
     for column in table.columns:
@@ -91,15 +90,10 @@ def show_table(table: Table) -> None:
 
 def warn_if_busy() -> None:
     """Warn on stderr if other work runs on this machine, because it would distort a measurement."""
-    from sameseed.ops import available_cores
-
     load, cores = os.getloadavg()[0], available_cores()
     if load > cores / 2:
-        stderr_console().print(
-            f"warning: this machine is busy (load {load:.1f} on {cores} cores): times will be too long, and shares "
-            "wrong; end what else runs, then measure again",
-            style="yellow",
-        )
+        said = f"warning: this machine is busy (load {load:.1f} on {cores} cores): times will be too long, and shares "
+        note(f"{said}wrong; end what else runs, then measure again", style="yellow")
 
 
 def colourful(stream: IO[str]) -> bool:
@@ -110,57 +104,47 @@ def colourful(stream: IO[str]) -> bool:
 
 
 @contextmanager
-def progress(title: str, quiet: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr that disappears at its end; silent if stderr is not a terminal."""
+def progress(title: str, quiet: bool = False) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+    """A progress bar on stderr that disappears at its end; silent if stderr is not a terminal.
+
+    Yields its `update`, which takes description, completed, total, advance and note, and a `print` above the bar.
+    """
     console = Console(file=sys.stderr)  # the present stderr: it may be redirected while the bar runs
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    )
-    with bar:
-        bar.add_task(title, total=None, note="")
-        yield bar
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    notes = TimeRemainingColumn(), TextColumn("[dim]{task.fields[note]}")
+    off = quiet or not console.is_terminal
+    with Progress(*columns, *notes, console=console, transient=True, disable=off) as bar:
+        yield partial(bar.update, bar.add_task(title, total=None, note="")), bar.console.print
 
 
 @contextmanager
 def stages(title: str, quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for work in stages. Yields a function of a stage's name, the part of it done, and its total."""
-    with progress(title, quiet) as bar:
-        yield lambda stage, done, total: bar.update(bar.tasks[0].id, description=stage, completed=done, total=total)
+    with progress(title, quiet) as (update, _):
+        yield lambda stage, done, total: update(description=stage, completed=done, total=total)
 
 
 @contextmanager
 def weights_progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for weights. Yields a function of weights done and in all; if they start anew, a draft is read."""
-    with progress(title, quiet) as bar:
-        task, before = bar.tasks[0], 0
+    with stages(title, quiet) as update:
+        before = 0
 
         def report(done: int, total: int) -> None:
-            nonlocal before
-            name = "loading the draft" if done < before else task.description
-            before = done
-            done, total = done // 10**6, total // 10**6
-            bar.update(task.id, description=name, completed=done, total=total, note="million weights")
+            nonlocal before, title
+            title, before = "loading the draft" if done < before else title, done
+            update(f"{title} (million weights)", done // 10**6, total // 10**6)
 
         yield report
 
 
-def load_llm(choice: EngineChoice, quiet: bool = False) -> LLM:
-    """The engine that the flags describe, with a progress bar while its weights are read."""
+def load_llm(model: str, draft: Any = None, *, quiet: bool = False, **settings: Any) -> LLM:
+    """The engine of these settings, with a progress bar while its weights are read."""
     logging.basicConfig(format="note: %(message)s", stream=sys.stderr)
-    from sameseed.engine.llm import LLM
-
-    draft = choice.settings.get("draft") or SpecConfig()  # "none" was chosen: it overrides a profile's draft
-    title = f"loading {choice.model if 'target' not in choice.settings else draft.model or draft.method}"
+    draft = draft or SpecConfig()  # "none" was chosen: it overrides a profile's draft
+    title = f"loading {model if 'target' not in settings else draft.model or draft.method}"
     with weights_progress(title, quiet) as report:
-        return LLM(choice.model, progress=report, **{**choice.settings, "draft": draft})
+        return LLM(model, draft, progress=report, **settings)
 
 
 class TextWriter:

@@ -5,65 +5,34 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, UseAppendAction, arg
+from rich.console import Console
+from rich.table import Table
 
-from sameseed.cli.options import option, parse
+from sameseed import ops
+from sameseed.cli.console import show_table
+from sameseed.cli.flags import EstimateArgs
+from sameseed.cli.options import Parsed
+from sameseed.cli.profile import numbers
+from sameseed.devices import cpu_name, native_threads
 from sameseed.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sameseed.measure.limits import Limits
-    from sameseed.plan.estimate import Estimate
-    from sameseed.tuned import TunedFigure
-
-Many = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="TEXT", help_behavior_hint="(repeatable)")]
+from sameseed.measure.costs import Profile
+from sameseed.measure.limits import Limits, measure_limits
+from sameseed.measure.shapes import get_shape
+from sameseed.plan.estimate import Estimate, Question, estimate, given_limits, read_bytes
+from sameseed.report import table as layout
+from sameseed.tuned import TunedFigure
 
 
-@dataclass(frozen=True)
-class EstimateArgs:
-    """Estimate memory, speed and the gain from drafts, within seconds, from config.json alone: nothing is downloaded.
-
-    Every figure has an 80 % interval and a grade: paper (bytes and operations over the machine's limits) or profiled
-    (--cost). Unless --acceptance gives them, acceptance rates are assumed: 0.5 to 0.8 per token
-    that a model drafts, 0.1 to 0.6 per token that is found in the text.
-    """
-
-    model: Annotated[str | None, Positional, option("MODEL")] = None  # a folder, a GGUF file or a hub id
-    shape: Annotated[str | None, option("NAME")] = None  # or a known shape, see `sameseed profile --list`
-    draft: Many = ()  # as generate's --draft; a shape's name stands for a model
-    format: Many = ()  # number format of the weights; unset: the checkpoint's, w8a8 and w4a8
-    kv_format: str = "auto"  # number format of the KV cache; auto follows the weights
-    draft_format: str = "auto"  # number format of the draft's weights
-    acceptance: Many = ()  # acceptance rate of a draft token, 0.7 or 0.6,0.8, or a JSON file of rates by position
-    cost: Annotated[Path | None, option("FILE")] = None  # costs of `sameseed profile --json`, of any machine
-    machine_read: Annotated[float | None, option("GB/S")] = None  # memory bandwidth of another machine
-    machine_ops: Annotated[float | None, option("TOPS")] = None  # its speed, in 1e12 operations per second
-    memory: Annotated[str | None, option("SIZE")] = None  # of the machine, e.g. 24GB; unset: what is free here
-    context: Annotated[int | None, option("N")] = None  # tokens of a text; unset: 1024
-    prompt_tokens: Annotated[int | None, option("N")] = None  # for the time to first token; unset: 512, or the context
-    batch: str = "1,8"  # sequences at once, comma-separated
-    threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: as many as the backend finds useful
-    json: Annotated[bool, option()] = False  # one JSON object instead of tables
-
-
-def run(argv: Seq[str], prog: str) -> int:
-    """Parse, compute, print."""
-    args = parse(EstimateArgs, argv, prog).args
+def run(parsed: Parsed[EstimateArgs]) -> int:
+    """Compute, print."""
+    args = parsed.args
     if (args.model is None) == (args.shape is None):
         raise ConfigError("give either a model or a shape by name, e.g. --shape llama-3.2-1b")
     found, source = _estimates(args)
     if args.json:
         print(json.dumps({"machine": source, "estimates": [e.as_dict() for e in found]}))
         return 0
-    from rich.console import Console
-
-    from sameseed.cli.console import show_table
-
     console = Console(highlight=False)
     console.print(f"{args.model or args.shape} on {source}", markup=False, soft_wrap=True)
     show_table(_memory(found))
@@ -75,11 +44,6 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
-    from sameseed.cli.profile import numbers
-    from sameseed.measure.costs import Profile
-    from sameseed.measure.shapes import get_shape
-    from sameseed.plan.estimate import Question, estimate, read_bytes
-
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
     names = ("kv_format", "draft_format", "acceptance", "context", "prompt_tokens")
@@ -107,14 +71,7 @@ def _threads(number: int) -> str:
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     """The machine's limits, as given, or measured here in about a second; and the machine in words."""
-    from sameseed import ops
-    from sameseed.devices import cpu_name, native_threads
-    from sameseed.measure.limits import measure_limits
-    from sameseed.plan.estimate import given_limits
-
     threads = args.threads or native_threads()
-    if threads < 1:
-        raise ConfigError(f"--threads must be at least 1, got {threads}")
     limits, name = given_limits(args.machine_read, args.machine_ops, threads), "a machine"
     if limits is None:
         ops.set_num_threads(threads)
@@ -126,8 +83,6 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
 
 
 def _memory(found: Seq[Estimate]) -> Table:
-    from sameseed.report import table as layout
-
     gib = 2**30
     first = found[0].memory
     heads = ["format", "KV", "target", "draft", "cache a 1000 tokens", "at start", "cache full"]
@@ -143,8 +98,6 @@ def _memory(found: Seq[Estimate]) -> Table:
 
 
 def _speeds(found: Seq[Estimate]) -> Table:
-    from sameseed.report import table as layout
-
     grades = {s.speedup.grade for e in found for s in e.speeds}
     grade = f" ({grades.pop()})" if len(grades) == 1 else ""
     title = f"speed{grade} after {found[0].context} tokens, with 80 % intervals; all texts of a batch together"

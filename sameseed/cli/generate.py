@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional
-
-from sameseed.cli.options import option, parse, stdin_text
+from sameseed.cli.console import TextWriter, legend, level_line, load_llm, stderr_console, summary
+from sameseed.cli.flags import GenerateArgs
+from sameseed.cli.options import Parsed, stdin_text
+from sameseed.engine.llm import LLM
 from sameseed.errors import RequestError
 from sameseed.request import Completion, Delta, FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from sameseed.engine.llm import LLM
+from sameseed.spec.drafter import level_metrics
 
 
-@dataclass(frozen=True)
-class GenerateArgs:
-    """Continue a prompt; the text streams to stdout, a summary goes to stderr."""
-
-    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # the prompt; else --file, else standard input
-    file: Annotated[Path | None, option("FILE")] = None  # read the prompt from a file
-    chat: Annotated[bool, option()] = False  # put the prompt as a user's message into the model's chat template
-    system: Annotated[str | None, option("TEXT")] = None  # a system message before the prompt (with --chat)
-    show_draft: Annotated[bool, option()] = False  # mark the accepted draft tokens in the text
-    json: Annotated[bool, option()] = False  # one JSON line per completion instead of text
-
-
-def run(argv: Seq[str], prog: str) -> int:
-    """Parse, load, write."""
-    parsed = parse(GenerateArgs, argv, prog, engine=True, sampling=True)
+def run(parsed: Parsed[GenerateArgs]) -> int:
+    """Load, write."""
     args, params = parsed.args, parsed.params
     prompt = read_prompt(args)
-    from sameseed.cli.console import load_llm
-
-    llm = load_llm(parsed.engine, quiet=args.json)
+    llm = load_llm(parsed.engine.model, quiet=args.json, **parsed.engine.settings)
     tokens: str | list[int] = prompt
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
@@ -70,9 +50,6 @@ def read_prompt(args: GenerateArgs) -> str:
 
 
 def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_draft: bool) -> int:
-    from sameseed.cli.console import TextWriter, legend, level_line, stderr_console, summary
-    from sameseed.spec.drafter import level_metrics
-
     console = stderr_console()
     writers = [TextWriter(sys.stdout, show_draft) for _ in range(params.n)]
     held: list[list[Delta]] = [[] for _ in range(params.n)]
@@ -115,8 +92,6 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
 
 def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
     """Print one line per completion. After an interruption, also print each unfinished one with its text so far."""
-    from sameseed.spec.drafter import level_metrics
-
     parts = [""] * params.n
     tokens: list[list[int]] = [[] for _ in range(params.n)]
     finished: set[int] = set()

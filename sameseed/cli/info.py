@@ -7,15 +7,29 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Any
 
-from sameseed.cli.options import option, parse
+from rich.markup import escape
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from sameseed.spec.drafter import Drafter
+import sameseed
+from sameseed import devices, registry, scheme
+from sameseed.cli.console import show_table, stdout_console
+from sameseed.cli.flags import InfoArgs
+from sameseed.cli.options import Parsed
+from sameseed.devices import available_memory
+from sameseed.errors import ModelLoadError
+from sameseed.formats import _losses
+from sameseed.measure.shapes import SHAPES
+from sameseed.models.config import EMBEDDED
+from sameseed.models.head_config import expected_tensors, is_head, read_head_config
+from sameseed.models.loader import load_tokenizer, named_tokens, read_config, resolve_model
+from sameseed.plan.memory import memory
+from sameseed.plan.paper import sheet
+from sameseed.report import record, table as layout
+from sameseed.scheme import QuantScheme
+from sameseed.spec.drafter import Drafter
 
 FITS = "w8a8"  # the format of the models to suggest: it loses little
 TEXT = 4096  # tokens of context that must fit for a model to be suggested
@@ -27,27 +41,13 @@ WIDTH = 4096  # values in a row of weights, for the bits per weight
 SHOWN_TOKENS = 8  # special tokens without a role that are listed
 
 
-@dataclass(frozen=True)
-class InfoArgs:
-    """Show the machine, the backends (and why one cannot run here), formats, drafters and the embedded models."""
-
-    model: Annotated[str | None, option("MODEL")] = None  # only this model: its size, its end and special tokens
-    json: Annotated[bool, option()] = False  # one JSON line instead of tables
-
-
-def run(argv: Seq[str], prog: str) -> int:
+def run(parsed: Parsed[InfoArgs]) -> int:
     """Collect and print."""
-    args = parse(InfoArgs, argv, prog).args
+    args = parsed.args
     found = collect() if args.model is None else {"models": {args.model: _model(args.model)}}
     if args.json:
         print(json.dumps(found))
         return 0
-    from rich.markup import escape
-    from rich.table import Table
-
-    from sameseed.cli.console import show_table, stdout_console
-    from sameseed.report import table as layout
-
     console = stdout_console()
     if args.model is None:
         console.print(f"[bold]sameseed {found['version']}[/] ({found['commit']})\n")
@@ -65,10 +65,6 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def collect() -> dict[str, Any]:
     """Everything that `info` says, as plain data."""
-    import sameseed
-    from sameseed import devices
-    from sameseed.report import record
-
     return {
         "version": sameseed.__version__,
         "commit": record.commit(),
@@ -82,11 +78,6 @@ def collect() -> dict[str, Any]:
 
 def _start() -> dict[str, Any]:
     """Free memory, and the known shapes that fit in it in `FITS`, each with its longest text, the largest first."""
-    from sameseed.devices import available_memory
-    from sameseed.measure.shapes import SHAPES
-    from sameseed.plan.memory import memory
-    from sameseed.plan.paper import sheet
-
     free, fits = available_memory(), []
     for name in SHAPES:
         own = sheet(name, FITS)
@@ -97,9 +88,6 @@ def _start() -> dict[str, Any]:
 
 def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What this machine can run, in a few lines."""
-    from sameseed.formats import _losses
-    from sameseed.scheme import QuantScheme
-
     machine, gpus, fits = found["machine"], found["devices"]["gpus"], found["start"]["fits"]
     yield "CPU", f"{machine['cpu']}, {machine['cores']} cores, {machine['isa'] or 'no native kernels'}"
     for gpu in gpus:
@@ -121,8 +109,6 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def registries() -> dict[str, dict[str, Any]]:
     """Backends, formats and drafters, and the names that --format takes besides the formats'."""
-    from sameseed import registry, scheme
-
     found: dict[str, dict[str, Any]] = {"backends": {}, "formats": {}, "presets": {}, "drafters": {}}
     for name, module in registry.loaded("ops").items():
         known = getattr(module, "has_kernel", lambda *_: False)  # K-quants have kernels for int8 activations only
@@ -164,10 +150,6 @@ def _first_line(text: str | None) -> str:
 
 def _model(name: str) -> dict[str, Any]:
     """Shape and size of an embedded model, and the path of its card; for a missing model the reason."""
-    from sameseed.errors import ModelLoadError
-    from sameseed.models.head_config import expected_tensors, is_head, read_head_config
-    from sameseed.models.loader import read_config, resolve_model
-
     folder = resolve_model(name)
     try:
         head = read_head_config(folder) if is_head(folder) else None
@@ -196,8 +178,6 @@ def _model(name: str) -> dict[str, Any]:
 
 def _named(folder: Path) -> dict[str, list[str]]:
     """The model's end tokens and special tokens, and where each is named."""
-    from sameseed.models.loader import load_tokenizer, named_tokens
-
     tokenizer, (ends, roles) = load_tokenizer(folder), named_tokens(folder)
     others = [t for t in tokenizer.special_ids if t not in roles]
     shown = {t: roles.get(t, ["no role"]) for t in (*sorted(roles), *others[:SHOWN_TOKENS])}
@@ -209,8 +189,6 @@ def _named(folder: Path) -> dict[str, list[str]]:
 
 def _facts(name: str, folder: Path) -> list[str]:
     """Licence, and what was measured on held-out texts when an embedded model was trained."""
-    from sameseed.models.config import EMBEDDED
-
     facts = []
     card = folder / "README.md"
     if card.exists() and (found := re.search(r"^license: *(\S+)", card.read_text(encoding="utf-8"), re.MULTILINE)):

@@ -28,7 +28,7 @@ from tyro.conf import arg
 from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError
-from sameseed.fields import hints
+from sameseed.fields import check_ranges, hints
 from sameseed.models.config import drafts_itself
 from sameseed.request import SamplingParams
 
@@ -106,7 +106,6 @@ SAMPLING_HELP = {
     "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
     "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
 }
-FIXED = {"policy": "fixed", "num_draft_tokens": 4}  # defaults of commands that measure or check fixed draft lengths
 _ALIASES = {"num_draft_tokens": ["--k"]}
 
 
@@ -182,13 +181,16 @@ def parse(
     sampling: bool = False,
     defaults: Mapping[str, Any] | None = None,
     left_out: Seq[str] = (),
+    axes: Mapping[str, str] | None = None,
 ) -> Parsed[T]:
     """Parse `argv` into `command`, a dataclass. `engine`, `sampling`: add the engine's flags, and those of sampling.
 
-    `defaults` replaces defaults by flag name; `left_out` names flags that this command does not have. Bad usage prints
-    what was wrong and exits with 2 (tyro); a bad value raises RequestError, ConfigError or RegistryError.
+    `defaults` replaces defaults by flag name; `left_out` names flags that this command does not have; `axes` names its
+    list flags that stand for one of the engine's. Bad usage prints what was wrong and exits with 2 (tyro); a bad value
+    raises RequestError, ConfigError or RegistryError.
     """
     given = {**(defaults or {}), **(profile_defaults(argv) if engine else {})}
+    given |= {name: (given[one],) for name, one in (axes or {}).items() if given.get(one) is not None}
     single = tyro.conf.FlagCreatePairsOff  # only the engine's flags have both forms, --x and --no-x
     own = {f.name: given[f.name] for f in fields(command) if f.name in given}  # type: ignore[arg-type]  # a dataclass
     first = ("command", annotated(command, arg(name=""), single))
@@ -206,6 +208,10 @@ def parse(
         description=_wrapped(inspect.cleandoc(command.__doc__ or "")),
         config=config,
     )
+    check_ranges(read.command, lambda name: f"--{name.replace('_', '-')}")
+    for f in fields(command):  # type: ignore[arg-type]  # a dataclass
+        if f.default and getattr(read.command, f.name) == ():
+            raise ConfigError(f"--{f.name.replace('_', '-')} is empty; give at least one value")
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)

@@ -3,79 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict, replace
+from functools import partial
 
-from tyro.conf import Positional, arg
+from rich.table import Table
 
 from sameseed import registry
-from sameseed.cli.options import EngineChoice, companion, draft_choice, option, parse, shipped
+from sameseed.cli.console import check_outputs, load_llm, show_table, stages, stdout_console
+from sameseed.cli.flags import TuneArgs
+from sameseed.cli.options import Parsed, companion, draft_choice, shipped
 from sameseed.cli.profile import numbers
 from sameseed.errors import ConfigError
+from sameseed.measure.quality.data import text_of
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed.plan.grid import TuneRequest, parse_slo
+from sameseed.plan.picture import draw
+from sameseed.plan.profile_file import write
+from sameseed.plan.tune import TuneOutcome, as_tuned, reasons, tune
+from sameseed.report import table as layout
 from sameseed.request import SamplingParams
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sameseed.plan.grid import TuneRequest
-    from sameseed.plan.tune import TuneOutcome
-    from sameseed.tuned import Loser, Tuned
+from sameseed.tuned import Loser, Tuned
 
 
-@dataclass(frozen=True)
-class TuneArgs:
-    """Choose drafter, formats and draft length by prediction, then by runs interleaved with plain decoding.
-
-    Answers end at their natural end. The choice is written as TOML for `serve --profile`, LLM(profile=) and the other
-    commands, with the predicted and the measured figures, and the settings that lost.
-    """
-
-    model: Annotated[str, Positional]  # the target: a GGUF file, a folder, a hub id, 'smollm2' or 'embedded'
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
-    num_prompts: int = 32  # at most N of them, spread over the file
-    max_tokens: int = 96  # longest answer
-    temperature: float = 0.0  # as your users sample
-    seed: int = 1
-    # as --draft; unset: drafters without a model, and the target's own
-    drafts: Annotated[tuple[str, ...], option("TEXT")] = ()
-    formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights
-    kv_formats: tuple[str, ...] = ("auto",)  # number formats of the KV cache
-    draft_formats: tuple[str, ...] = ("auto",)  # number formats of the drafts' weights
-    draft_vocabularies: tuple[str, ...] = ("all",)  # what draft models may draft: all, or as --draft-vocabulary
-    batch: str = "1,4"  # batch sizes (sequences at once) to try, comma-separated
-    threads: str = ""  # CPU threads to try, e.g. 1,2; unset: as many as the backend finds useful
-    objective: str = "balanced"  # latency (the smallest batch), throughput (the largest), balanced, ttft, or memory
-    slo: str = ""  # bounds that nine of ten requests must keep: 'ttft<2s', 'itl<50ms', or both with a comma
-    quality: Annotated[float, option("RATIO")] = 1.03  # highest perplexity of --formats over the checkpoint's
-    quality_text: Annotated[Path | None, option("FILE")] = None  # text for --quality; unset: our held-out prompts
-    quality_tokens: int = 2048  # tokens of that text to read
-    seconds: float = 120.0  # time to spend, loading included
-    device: str = "cpu"  # cpu, cuda, cuda:1, ...
-    engine: Literal["sameseed", "vllm"] = "sameseed"  # vllm: measure the vLLM at --url; --drafts names its draft
-    url: str | None = None  # vllm: the server's URL
-    cost: Annotated[Path, option("FILE")] = Path("vllm-costs.json")  # vllm: measured costs; read and added to
-    api_key_file: Annotated[Path | None, option("FILE")] = None  # vllm: its key, on the first line
-    out: Annotated[Path, arg(metavar="FILE", aliases=["-o"])] = Path("tuned.toml")  # the profile
-    check: Annotated[Path | None, option("FILE")] = None  # instead measure a profile's choice again, and show its drift
-    plot: Annotated[Path | None, option("FILE.png")] = None  # predicted against measured, speed against quality, as PNG
-    json: Annotated[bool, option()] = False  # one JSON object instead of tables
-
-
-def run(argv: Seq[str], prog: str) -> int:
-    """Parse, measure, write; exit code 1 if an output differed from plain decoding's."""
-    args = parse(TuneArgs, argv, prog).args
+def run(parsed: Parsed[TuneArgs]) -> int:
+    """Measure, write; exit code 1 if an output differed from plain decoding's."""
+    args = parsed.args
     if args.engine == "vllm":
         return int(companion("vllm").tune(args))
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
-    from sameseed.cli.console import check_outputs, stages, stdout_console
-    from sameseed.plan.picture import draw
-    from sameseed.plan.profile_file import write
-    from sameseed.plan.tune import as_tuned, tune
-    from sameseed.tuned import Tuned
-
     before = None if args.check is None else Tuned.read(args.check)
     asked = requested(args if before is None else _again(args, before))
     check_outputs((args.out, "-o"), plot=args.plot)
@@ -96,19 +52,11 @@ def run(argv: Seq[str], prog: str) -> int:
     return 1 if found.differing else 0
 
 
-def load(model: str, draft: Any, **given: Any) -> Any:
-    """An LLM, as `tune` loads one."""
-    from sameseed.cli.console import load_llm
-
-    return load_llm(EngineChoice(model, given | {"draft": draft}), quiet=True)
+load = partial(load_llm, quiet=True)
 
 
 def requested(args: TuneArgs) -> TuneRequest:
     """What to tune. Raises ConfigError, RegistryError."""
-    from sameseed.measure.quality.data import text_of
-    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
-    from sameseed.plan.grid import TuneRequest, parse_slo
-
     drafts = args.drafts or _usual(args.model)
     for text in drafts:
         draft_choice(text, args.model)  # a bad one fails here, with the nearest name
@@ -156,9 +104,6 @@ def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
 
 def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     """Show what ran, the best of it, and what lost; or, beside an earlier profile, the drift."""
-    from sameseed.cli.console import show_table, stdout_console
-    from sameseed.plan.tune import reasons
-
     console = stdout_console()
     show_table(_table(found))
     best, over, sizes = found.best, found.speedup(found.best), ", ".join(map(str, found.asked.looked_at))
@@ -183,8 +128,6 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
 
 def _lost(made: Tuned) -> Table:
     """Table of what lost, and why: all that could not be tried, and the best of those that ran or were ruled out."""
-    from sameseed.report import table as layout
-
     table = layout.table("what lost", ("setting", "why", "speed"), left=(0, 1))
     by_why: dict[str, list[Loser]] = {}
     for x in made.rejected:
@@ -203,8 +146,6 @@ def _lost(made: Tuned) -> Table:
 
 def _table(found: TuneOutcome) -> Table:
     """Table of the settings that ran, the best first: predicted and measured speed-up at each batch size."""
-    from sameseed.report import table as layout
-
     batches = found.asked.batches
     heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
     table = layout.table("speed over plain decoding (80 % intervals), interleaved", ("setting", *heads, "prompts"))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from sameseed.cli.options import FIXED, option, parse
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sameseed.cli.console import check_outputs, keep, show_table, stages, stderr_console, stdout_console
+from sameseed.cli.flags import VerifyArgs
+from sameseed.cli.options import Parsed
 from sameseed.config import EngineConfig
+from sameseed.engine.settings import make_config
+from sameseed.laws.check import Check, Effort
+from sameseed.laws.checks import chosen
+from sameseed.laws.statistics import bound_text
+from sameseed.measure import certificate as suite
+from sameseed.measure.certificate import Asked, Certificate
+from sameseed.measure.certificate_page import render, sizes_text, statistic_text, summary
+from sameseed.measure.workload import DEFAULT_PROMPTS
 from sameseed.request import SamplingParams
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sameseed.laws.check import Check
-    from sameseed.measure.certificate import Asked, Certificate
-
-LEFT_OUT = ("n", "logprobs")
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
 GREEN, RED, YELLOW = "green", "bold red", "yellow"
 COLOURS = {  # of a check, or of a whole certificate
@@ -29,36 +34,9 @@ COLOURS = {  # of a check, or of a whole certificate
 }
 
 
-@dataclass(frozen=True)
-class VerifyArgs:
-    """Certify that speculation changes no output: tokens, log-probabilities, the distribution of samples, the cache.
-
-    The engine's flags are generate's. The sampling flags are for sampled outputs; greedy ones are always checked too.
-    Exit code 0: all checks that ran passed; 1: one failed; 2: bad usage; 3: not enough evidence.
-    """
-
-    effort: str = "quick"  # quick, normal, full, or a number: the share of the full sizes (full is 1)
-    prompts: Annotated[Path | None, option("FILE")] = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
-    num_prompts: Annotated[int | None, option("N")] = None  # take N of them, spread over the file; unset: all
-    batch: int = 8  # sequences that run together
-    only: Annotated[tuple[str, ...], option("ID")] = ()  # run these checks alone, e.g. L3 L6; unset: all
-    html: Annotated[Path | None, option("FILE")] = None  # write the certificate as one page
-    out: Annotated[Path | None, option("FILE")] = None  # append the record (one JSON line) to a file
-    json: Annotated[bool, option()] = False  # the record to stdout instead of tables
-
-
-def run(argv: Seq[str], prog: str) -> int:
+def run(parsed: Parsed[VerifyArgs]) -> int:
     """Check the arguments, run, show, write; see EXIT."""
-    defaults = {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED}
-    parsed = parse(VerifyArgs, argv, prog, engine=True, sampling=True, defaults=defaults, left_out=LEFT_OUT)
     args = parsed.args
-    from sameseed.cli.console import check_outputs
-    from sameseed.engine.settings import make_config
-    from sameseed.laws.check import Effort
-    from sameseed.laws.checks import chosen
-    from sameseed.measure import certificate as suite
-    from sameseed.measure.workload import DEFAULT_PROMPTS
-
     effort = Effort.parse(args.effort)
     checks = chosen(args.only)
     check_outputs((args.out, "--out"), (args.html, "--html"))
@@ -70,9 +48,6 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: VerifyArgs, checks: Seq[Check]) -> int:
     """Make, write and show one certificate; returns the exit code."""
-    from sameseed.cli.console import keep, stages, stderr_console
-    from sameseed.measure import certificate as suite
-
     with stages(f"loading {asked.model}", args.json) as tick:
         subject = suite.load_subject(
             asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
@@ -81,8 +56,6 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
     found = certificate.as_dict()
     keep([found], args.out, args.json)
     if args.html is not None:
-        from sameseed.measure.certificate_page import render
-
         args.html.write_text(render(found), encoding="utf-8")
     if not args.json:
         _show(certificate, found)
@@ -94,13 +67,6 @@ def _one(asked: Asked, config: EngineConfig, params: SamplingParams, args: Verif
 
 def _show(certificate: Certificate, found: dict[str, Any]) -> None:
     """Print a table of the checks, failures in detail, and the verdict last."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from sameseed.cli.console import show_table, stdout_console
-    from sameseed.laws.statistics import bound_text
-    from sameseed.measure.certificate_page import sizes_text, statistic_text, summary
-
     console = stdout_console()
     table = Table("", "check", "looked at", "found", "s", box=None, pad_edge=False)
     for r in certificate.results:
@@ -127,8 +93,6 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
 
 def _show_wrong(certificate: Certificate, console: Console) -> None:
     """Print failures and warnings in detail."""
-    from rich.text import Text
-
     for r in certificate.results:
         if r.status != "passed":
             console.print(Text(f"\n{r.check.id} {r.check.name}: {r.status}", style=COLOURS[r.status]))

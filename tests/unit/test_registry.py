@@ -54,7 +54,7 @@ def test_what_drafters_own_is_known_before_they_are_loaded() -> None:
 def test_the_front_of_a_server_starts_without_pytorch() -> None:
     """Its flags name a draft model, whose drafter is looked up; only the process of the engine needs PyTorch."""
     code = (
-        "import sys; from sameseed.cli.options import parse; from sameseed.cli.serve import ServeArgs\n"
+        "import sys; from sameseed.cli.options import parse; from sameseed.cli.flags import ServeArgs\n"
         "from sameseed.server import run\n"
         "read = parse(ServeArgs, ['--draft', 'embedded-draft', '--policy', 'goodput'], 'x', engine=True)\n"
         "assert 'draft_model' in repr(read.engine.settings)\n"

@@ -15,8 +15,8 @@ from sameseed_vllm.environments import environment, look
 from sameseed_vllm.flags import Spread
 
 if TYPE_CHECKING:
+    from sameseed.cli.flags import ServeArgs
     from sameseed.cli.options import EngineChoice
-    from sameseed.cli.serve import ServeArgs
     from sameseed.server.config import Keys, ServerConfig
     from sameseed.server.run import OnFailure, Served
 

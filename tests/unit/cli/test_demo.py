@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sameseed import demo, hub
-from sameseed.cli import main
+from sameseed import hub
+from sameseed.cli import demo, main
 from sameseed.measure.bench import Run
 
 

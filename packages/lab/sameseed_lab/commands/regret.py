@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from sameseed.cli.flags import TuneArgs
 from sameseed.cli.options import option, parse
-from sameseed.cli.tune import TuneArgs
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:

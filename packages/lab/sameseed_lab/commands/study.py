@@ -53,7 +53,7 @@ def run(argv: Seq[str], prog: str) -> int:
 
     if args.model and args.size == "true":
         raise ConfigError("--model is measured as it is, not at a true shape; leave --size out")
-    with progress(args.name) as bar:
+    with progress(args.name) as (update, say):
         setup = StudySetup(
             "real" if args.model else args.size,
             args.out or Path("studies") / args.name,
@@ -64,17 +64,15 @@ def run(argv: Seq[str], prog: str) -> int:
             args.threads,
             args.data,
             _models(args),
-            lambda title, done, total: bar.update(bar.tasks[0].id, description=title, completed=done, total=total),
+            lambda title, done, total: update(description=title, completed=done, total=total),
         )
         planned = _runner.plan(args.name, setup, args.only)
         if not args.dry_run:
             warn_if_busy()
             for p in planned:
                 if p.wrong:
-                    bar.console.print(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
-            tried = _runner.run(
-                args.name, setup, planned, lambda text: bar.console.print(text, markup=False, highlight=False)
-            )
+                    say(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
+            tried = _runner.run(args.name, setup, planned, lambda text: say(text, markup=False, highlight=False))
             written = _runner.write(args.name, setup, tried)
     if args.dry_run:
         _show(planned)

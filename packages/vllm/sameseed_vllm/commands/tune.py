@@ -14,7 +14,7 @@ from sameseed.request import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sameseed.cli.tune import TuneArgs
+    from sameseed.cli.flags import TuneArgs
     from sameseed_vllm.tune_server import LengthRow, Look, ServerTuneRequest
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sameseed.cli.options import parse
-from sameseed.errors import ConfigError, ModelLoadError
+from rich.console import Console
+from rich.table import Table
+
+from sameseed import LLM, hub
+from sameseed.cli.console import TextWriter, legend, progress, show_table, stdout_console
+from sameseed.cli.flags import DemoArgs
+from sameseed.cli.options import Parsed
+from sameseed.engine.engine import Engine
+from sameseed.errors import ModelLoadError
+from sameseed.measure.bench import Run, run_batch
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.request import SamplingParams, SpecMetrics
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sameseed import LLM
-    from sameseed.engine.engine import Engine
-    from sameseed.measure.bench import Run
 
 REAL = "smollm2"
 REAL_DRAFT = "suffix"  # needs no second model: it drafts what the conversation said before
@@ -42,26 +43,9 @@ ENOUGH = 4  # prompts; with fewer a warning is printed
 HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
-@dataclass(frozen=True)
-class DemoArgs:
-    """Watch drafts being accepted, and compare speculation off and on: same output, fewer passes.
-
-    The model is SmolLM2-135M-Instruct, fetched once from the package index (98 MB). Without the index, the packaged
-    pair answers.
-    """
-
-    seconds: float = 40.0  # time to aim at for measuring
-    fetch_seconds: float = 90.0  # longest time to wait for the package index
-
-
-def run(argv: Seq[str], prog: str) -> int:
+def run(parsed: Parsed[DemoArgs]) -> int:
     """Show, measure, conclude; exit code 1 if a text differed."""
-    args = parse(DemoArgs, argv, prog).args
-    if args.seconds <= 0:
-        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
-    from sameseed import hub
-    from sameseed.cli.console import stdout_console
-
+    args = parsed.args
     console = stdout_console()
     try:
         hub.packaged(REAL, args.fetch_seconds)
@@ -77,8 +61,6 @@ def run(argv: Seq[str], prog: str) -> int:
 
 def show_real(seconds: float, console: Console) -> bool:
     """A trained model answers, and is then measured; True if all outputs equal plain decoding's."""
-    from sameseed import LLM
-
     settings: dict[str, Any] = {"max_num_seqs": 1, "prefix_cache": False}
     plain = LLM(REAL, **settings)
     drafting = LLM(REAL, REAL_DRAFT, target=plain.engine.runner, **settings)
@@ -90,9 +72,6 @@ def show_real(seconds: float, console: Console) -> bool:
 
 def show_pair(seconds: float, console: Console) -> bool:
     """The packaged pair answers, and is then measured; True if all outputs equal plain decoding's."""
-    from sameseed import LLM
-    from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
-
     plain = LLM(TARGET, prefix_cache=False)
     drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
     title = "A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
@@ -106,8 +85,6 @@ def show_pair(seconds: float, console: Console) -> bool:
 
 def show(plain: LLM, drafting: LLM, asked: Seq[tuple[str, Seq[int]]], console: Console) -> bool:
     """Stream greedy answers with accepted draft tokens marked; True if they equal plain decoding's."""
-    from sameseed.cli.console import TextWriter, legend
-
     params = SamplingParams(max_tokens=SHOWN_TOKENS)
     same, total, num_plain = True, SpecMetrics(), 0
     for text, tokens in asked:
@@ -132,19 +109,16 @@ def show(plain: LLM, drafting: LLM, asked: Seq[tuple[str, Seq[int]]], console: C
 
 def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:
     """Run both engines interleaved until the time is up, and print a table; True if all outputs are equal."""
-    from sameseed.cli.console import progress
-    from sameseed.measure.bench import Run, run_batch
-
     runs = {how: (Run(), Run()) for how in HOW}
     end = time.monotonic() + seconds
-    with progress("measuring") as bar:
-        bar.update(bar.tasks[0].id, total=len(prompts))
+    with progress("measuring") as (update, _):
+        update(total=len(prompts))
         for seed, tokens in enumerate(prompts):
             for how, pair in runs.items():
                 job = (tuple(tokens), SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
                 for engine, done in zip((plain, drafting), pair, strict=True):
                     run_batch(engine, [job], done)
-            bar.update(bar.tasks[0].id, advance=1)
+            update(advance=1)
             if time.monotonic() > end:
                 break
     return conclude(runs, console)
@@ -152,10 +126,6 @@ def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: fl
 
 def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
     """Print the table and the conclusion; True if all texts are the same."""
-    from rich.table import Table
-
-    from sameseed.cli.console import show_table
-
     table, gains = Table(box=None, pad_edge=False), []
     for name in ("speculation", "tokens/s", "speed-up", "accepted", "repeated"):
         table.add_column(name, justify="left" if name == "speculation" else "right")
