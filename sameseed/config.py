@@ -187,12 +187,12 @@ class EngineConfig:
             raise ConfigError(f"template_date must be a date such as 2026-11-29, got {self.template_date!r}") from None
 
 
-def parse_options(text: str) -> dict[str, object]:
-    """Drafter options from a JSON object on the command line. Raises ConfigError with the place of the fault."""
+def parse_options(text: str, what: str = "options") -> dict[str, object]:
+    """A JSON object on the command line, e.g. a drafter's options. Raises ConfigError."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"options are no JSON object ({error}); write e.g. '{{\"max_ngram\": 4}}'") from None
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise ConfigError("options must be a JSON object, e.g. '{\"max_ngram\": 4}'")
+        raise ConfigError(f"{what} must be a JSON object, such as '{{\"max_ngram\": 4}}', got {text!r}")
     return value

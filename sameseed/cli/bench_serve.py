@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,7 +12,8 @@ from typing import Any
 
 from sameseed.cli.console import check_outputs, keep, progress, show_table, stderr_console, stdout_console
 from sameseed.cli.flags import DEFAULT_LENGTHS, BenchServeArgs
-from sameseed.cli.options import Parsed
+from sameseed.cli.options import Parsed, numbers, words
+from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
@@ -73,14 +73,14 @@ async def _measure(
 def _settings(args: BenchServeArgs) -> LoadSettings:
     """The settings of the load. Raises ConfigError."""
     if args.prompts in ("text", "random"):
-        shapes = [parse_shape(text, args.scale) for text in _list(str, args.lengths, "--lengths")]
+        shapes = [parse_shape(text, args.scale) for text in words(",".join(args.lengths))]
     else:
         read_prompts(Path(args.prompts))
         shapes = [Shape(None, args.max_tokens)]
     if args.rates:
-        levels = [LoadLevel(rate=r, burstiness=args.burstiness) for r in _list(float, args.rates, "--rates")]
+        levels = [LoadLevel(rate=r, burstiness=args.burstiness) for r in numbers("rates", ",".join(args.rates), float)]
     else:
-        levels = [LoadLevel(concurrency=c) for c in _list(int, args.concurrency, "--concurrency")]
+        levels = [LoadLevel(concurrency=c) for c in numbers("concurrency", ",".join(args.concurrency))]
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     sampling |= {"ignore_eos": True} if args.ignore_eos else {}
     same = {name: getattr(args, name) for name in SETTINGS}
@@ -93,36 +93,16 @@ def _arms(args: BenchServeArgs) -> list[Endpoint]:
     """The endpoints to compare; the first is the baseline. Raises ConfigError."""
     if args.compare_speculation and args.baseline_url is not None:
         raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")
-    extra = _object(args.extra_body, "--extra-body") if args.extra_body else {}
+    extra = parse_options(args.extra_body, "--extra-body") if args.extra_body else {}
     asked: dict[str, Any] = {}
     if (text := args.speculation) is not None:
-        asked["speculation"] = _object(text, "--speculation") if text.lstrip().startswith("{") else text
+        asked["speculation"] = parse_options(text, "--speculation") if text.lstrip().startswith("{") else text
     server = Endpoint("server", base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
         return [replace(server, label="off", fields={**extra, "speculation": "off"}), replace(server, label="on")]
     if args.baseline_url is not None:
         return [replace(server, label="baseline", url=base_url(args.baseline_url), fields=extra), server]
     return [server]
-
-
-def _object(text: str, flag: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} takes a JSON object, e.g. '{{\"top_k\": 20}}', got {text!r}")
-    return value
-
-
-def _list(kind: type[Any], values: Seq[str], flag: str) -> list[Any]:
-    try:
-        found = [kind(part) for value in values for part in value.split(",") if part]
-    except ValueError:
-        raise ConfigError(f"{flag} takes numbers, got {' '.join(values)!r}") from None
-    if not found:
-        raise ConfigError(f"{flag} is empty; give at least one value")
-    return found
 
 
 def read_key(file: Path | None, variable: str = "") -> str | None:

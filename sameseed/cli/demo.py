@@ -79,8 +79,8 @@ def packaged_pair() -> Demo:
     title = "A small model writes records, adds and takes orders for coffee; a draft head drafts ahead"
     prompts = read_prompts(DEFAULT_PROMPTS)
     shown = [p for name in SHOWN for p in [q for q in prompts if q.domain == name][:SHOWN_EACH]]
-    every = [(p.messages[-1]["content"], p.encode(plain.tokenizer)) for p in shown]
-    measured = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
+    every: list[tuple[str, Seq[int]]] = [(p.messages[-1]["content"], p.encode(plain.tokenizer)) for p in shown]
+    measured: list[Seq[int]] = [p.encode(plain.tokenizer) for p in read_prompts(DEFAULT_PROMPTS, MOST_PROMPTS)]
     return title, plain, drafting, every, measured
 
 

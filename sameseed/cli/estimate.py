@@ -12,8 +12,7 @@ from rich.table import Table
 from sameseed import ops
 from sameseed.cli.console import show_table
 from sameseed.cli.flags import EstimateArgs
-from sameseed.cli.options import Parsed
-from sameseed.cli.profile import numbers
+from sameseed.cli.options import Parsed, numbers
 from sameseed.devices import cpu_name, native_threads
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Profile

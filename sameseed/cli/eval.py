@@ -18,8 +18,7 @@ from sameseed.cli.console import (
     stdout_console,
 )
 from sameseed.cli.flags import EvalArgs
-from sameseed.cli.options import EngineChoice, Parsed, draft_choice
-from sameseed.cli.profile import words
+from sameseed.cli.options import EngineChoice, Parsed, draft_choice, words
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import compare, show, suite
 from sameseed.measure.quality.compare import Comparing

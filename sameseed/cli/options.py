@@ -6,6 +6,7 @@ dataclass, as everywhere. This module does not import torch, so that help answer
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -18,7 +19,6 @@ import textwrap
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -200,47 +200,32 @@ def parse(
     if sampling:
         parts.append(("sampling", annotated(sampling_flags(given, left_out), single)))
     whole = make_dataclass("Arguments", parts, kw_only=True)
-    config = (tyro.conf.OmitArgPrefixes,)
+    text = _wrapped(inspect.cleandoc(command.__doc__ or ""))
     read: Any = tyro.cli(
-        whole,
-        args=_gathered(argv, command),
-        prog=prog,
-        description=_wrapped(inspect.cleandoc(command.__doc__ or "")),
-        config=config,
+        whole, args=_gathered(argv, command), prog=prog, description=text, config=(tyro.conf.OmitArgPrefixes,)
     )
-    check_ranges(read.command, lambda name: f"--{name.replace('_', '-')}")
+    check_ranges(read.command, _flag)
     for f in fields(command):  # type: ignore[arg-type]  # a dataclass
         if f.default and getattr(read.command, f.name) == ():
-            raise ConfigError(f"--{f.name.replace('_', '-')} is empty; give at least one value")
+            raise ConfigError(f"{_flag(f.name)} is empty; give at least one value")
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
 
 
-def _gathered(argv: Seq[str], command: type) -> list[str]:
-    """`argv`, with all values of a flag that takes several values gathered after its first occurrence."""
-    hints = {"--" + name.replace("_", "-"): h for name, h in get_type_hints(command, include_extras=True).items()}
-    values: dict[str, list[str]] = {}
-    for flag, hint in hints.items():
+def _gathered(argv: Seq[str], command: type) -> Seq[str]:
+    """`argv`, with all values of a flag that takes several gathered after it: it may be given in parts."""
+    lists = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, hint in get_type_hints(command, include_extras=True).items():
         kind, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
         if tyro.conf.UseAppendAction not in marks and any(get_origin(k) is tuple for k in (kind, *get_args(kind))):
-            values[flag] = []
-    words: list[str] = []
-    last = words
-    for word in argv:
-        flag, joined, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if flag in values:
-            if flag not in words:
-                words.append(flag)
-            values[flag] += [value] * bool(joined)
-            last = words if joined else values[flag]
-        elif word.startswith("-") and not word[1:2].isdigit():
-            last = words
-            words.append(word)
-        else:
-            last.append(word)
-    return [w for word in words for w in (word, *values.get(word, ()))]
+            lists.add_argument(*{_flag(name), f"--{name}"}, dest=name, nargs="*", action="extend")
+    values, others = lists.parse_known_args(argv)
+    return [*others, *(word for name, given in vars(values).items() for word in (_flag(name), *given))]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _wrapped(text: str) -> str:
@@ -251,13 +236,14 @@ def _wrapped(text: str) -> str:
 
 def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
     """Defaults of the engine's flags from --profile, if given. Raises ConfigError for a file that is not a profile."""
-    paths = [b for a, b in pairwise(argv) if a == "--profile"]
-    paths += [word.partition("=")[2] for word in argv if word.startswith("--profile=")]
-    if not paths:
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--profile", nargs="?")  # without a value it is tyro that says so
+    path = given.parse_known_args(argv)[0].profile
+    if path is None:
         return {}
     from sameseed.tuned import Tuned
 
-    tuned = Tuned.read(paths[-1])
+    tuned = Tuned.read(path)
     chosen = {"model": tuned.model.id, "draft": "none", **tuned.chosen.settings()}
     return {**chosen, "draft_options": json.dumps(chosen.get("draft_options", {}))}
 
@@ -346,3 +332,17 @@ def stdin_text(what: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(flag: str, text: str, kind: type[Any] = int) -> tuple[Any, ...]:
+    """The numbers of a comma-separated list, the value of --`flag`. Raises ConfigError."""
+    try:
+        return tuple(kind(word) for word in words(text))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"--{flag} takes {what} with commas between, e.g. 1,2,4, got {text!r}") from None

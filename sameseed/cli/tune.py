@@ -11,8 +11,7 @@ from rich.table import Table
 from sameseed import registry
 from sameseed.cli.console import check_outputs, load_llm, show_table, stages, stdout_console
 from sameseed.cli.flags import TuneArgs
-from sameseed.cli.options import Parsed, companion, draft_choice, shipped
-from sameseed.cli.profile import numbers
+from sameseed.cli.options import Parsed, companion, draft_choice, numbers, shipped
 from sameseed.errors import ConfigError
 from sameseed.measure.quality.data import text_of
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts

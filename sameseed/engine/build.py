@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sameseed import ops, registry
-from sameseed.config import WRITTEN, EngineConfig, SpecConfig
+from sameseed.config import OWNS, WRITTEN, EngineConfig, SpecConfig
 from sameseed.cost.draft_format import chosen_scheme
 from sameseed.cost.said import SaidTokens, is_counted, settled
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key
-from sameseed.engine.levels import NESTED, Level, head_drafter, resolve
+from sameseed.engine.levels import NESTED, Level, drafter_for, resolve
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import RequestPolicies, make_policy
@@ -249,20 +249,22 @@ def models_of(
     """
     cls, spec, found = level.cls, level.spec, list(before)
     if cls.owns:
-        own = _draft_folder(spec, cls, folder)
-        is_view = _drafts_with_view(spec, cls, folder, quant)
+        own, of_target = _draft_folder(spec, cls, folder), cls.owns == "target"
+        is_view = of_target and spec.format in (NESTED, "auto") and is_nested(folder, quant)
+        if spec.format == NESTED and not is_view:
+            able = [n for n, module in registry.loaded("drafters").items() if module.DRAFTER.owns == "target"]
+            raise ConfigError(
+                f"no lower weights are nested in the target's ({quant}) for drafter {spec.method!r}: they are for "
+                f"--draft {' or '.join(able)} and a target in --format w8a8n; or take another --draft-format, e.g. w4a8"
+            )
         if is_view or (cls.inside and spec.format == "auto"):
             own_quant = quant
         elif spec.format != "auto":
             own_quant = QuantScheme.parse(spec.format)
         else:  # chosen to fit its target
-            of_target = cls.owns == "target"
             own_quant = QuantScheme.parse(SELF_FORMAT) if of_target else chosen_scheme(own, folder, quant, device)
-        if (
-            not (is_view or cls.inside)
-            and own.resolve() == folder.resolve()
-            and not is_smaller(folder, own_quant.with_head(), quant)
-        ):
+        is_itself = not (is_view or cls.inside) and own.resolve() == folder.resolve()
+        if is_itself and not is_smaller(folder, own_quant.with_head(), quant):
             raise ConfigError(
                 f"{spec.model or 'the target'} would draft for itself in as many bits ({own_quant}; the target: "
                 f"{quant}); take a smaller model, or a lower format for the draft (--draft-format)"
@@ -277,50 +279,25 @@ def models_of(
 def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
     """The folder of the model or head that a level drafts with; `folder`: its target's. Raises ConfigError."""
     name = spec.model
+    if isinstance(spec.drafter, Drafter):
+        raise ConfigError(f"drafter {spec.method!r} owns a model, which its `build` gets; give its class, no object")
     if cls.inside:
         return find_block(folder if name is None else resolve_model(name))[0]
-    if name is None and cls.owns != "target":
+    if cls.owns == "target":
+        return folder
+    if name is None:
         one = "head of this target; name its folder, e.g. --draft path/to/head" if cls.owns == "head" else ""
         one = one or "model; name one, e.g. --draft embedded-draft"
         raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
-    if isinstance(spec.drafter, Drafter):
-        raise ConfigError(f"drafter {spec.method!r} owns a model, which its `build` gets; give its class, no object")
-    own = folder if cls.owns == "target" or name is None else resolve_model(name)
-    if is_head(own) != (cls.owns == "head"):
-        what = "a draft head, not a model" if is_head(own) else "a model, not a draft head"
+    own = resolve_model(name)
+    usual = drafter_for(own)
+    alone = {spec.method, usual} & {WRITTEN[kind] for kind in ("HEAD", "BLOCK", "ASSISTANT", "MTP")}
+    if OWNS[usual] != cls.owns or (spec.method in OWNS and spec.method != usual and alone):
         raise ConfigError(
-            f"drafter {spec.method!r}: {name} is {what}; write --draft {name} for the drafter that it is for"
-        )
-    if cls.owns == "model" and is_assistant(own) and spec.method != WRITTEN["ASSISTANT"]:
-        raise ConfigError(f"{name} is an assistant of a Gemma 4 and drafts for that model alone; write --draft {name}")
-    if spec.method in (WRITTEN["HEAD"], WRITTEN["BLOCK"]) and spec.method != head_drafter(own):
-        raise ConfigError(
-            f"drafter {spec.method!r} cannot draft with {name}, a head of another kind; write --draft {name}, or "
-            f"--draft {head_drafter(own)}:{name}"
+            f"drafter {spec.method!r} cannot draft with {name}, which is for drafter {usual!r}; write --draft {name}, "
+            f"or --draft {usual}:{name}"
         )
     return own
-
-
-def _drafts_with_view(spec: SpecConfig, cls: type[Drafter], folder: Path, quant: QuantScheme) -> bool:
-    """Whether a level drafts with low-bit weights nested in the weights of the model in `folder`.
-
-    Raises ConfigError if nested weights are asked for and there are none.
-    """
-    if spec.format == NESTED and cls.owns != "target":
-        able = [n for n, module in registry.loaded("drafters").items() if module.DRAFTER.owns == "target"]
-        raise ConfigError(
-            f"draft format {NESTED!r} is a view of the target's own weights, which drafter {spec.method!r} does not "
-            f"draft with; take --draft {' or '.join(able)}, or another --draft-format"
-        )
-    if cls.owns != "target" or spec.format not in (NESTED, "auto"):
-        return False
-    found = is_nested(folder, quant)
-    if spec.format == NESTED and not found:
-        raise ConfigError(
-            f"no lower weights are nested in the target's ({quant}); load it with --format w8a8n, or take a copy in "
-            "another --draft-format, e.g. w4a8"
-        )
-    return found
 
 
 def _runner(model: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunner:

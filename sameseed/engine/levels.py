@@ -132,14 +132,14 @@ def resolve(spec: SpecConfig) -> Level:
 def _recognized(spec: SpecConfig) -> SpecConfig:
     if spec.model is None or spec.method != WRITTEN["MODEL"]:
         return spec
-    folder = resolve_model(str(spec.model))
-    kind = head_drafter(folder) if is_head(folder) else WRITTEN[model_text(folder)]
-    return replace(spec, method=kind)
+    return replace(spec, method=drafter_for(resolve_model(str(spec.model))))
 
 
-def head_drafter(folder: Path) -> str:
-    """The name of the drafter for the head in `folder`."""
-    return WRITTEN["BLOCK" if is_block(folder) else "HEAD"]
+def drafter_for(folder: Path) -> str:
+    """The name of the drafter for the head or the draft model in `folder`."""
+    if is_head(folder):
+        return WRITTEN["BLOCK" if is_block(folder) else "HEAD"]
+    return WRITTEN[model_text(folder)]
 
 
 def drafter_class(spec: SpecConfig) -> type[Drafter]:

@@ -72,7 +72,7 @@ def test_what_is_wrong_is_said(server: Server, capsys: pytest.CaptureFixture[str
         (["--url", "http://127.0.0.1:9"], "is it running"),
         (["--url", "nonsense"], "--url takes a server's address"),
         (["--lengths", "7"], "IN-OUT"),
-        (["--concurrency", "x"], "--concurrency takes numbers"),
+        (["--concurrency", "x"], "--concurrency takes"),
         (["--compare-speculation", "--baseline-url", "http://h"], "one of them"),
         (["--extra-body", "[]"], "JSON object"),
         (["--prompts", str(tmp_path / "none.txt")], "cannot read prompts"),

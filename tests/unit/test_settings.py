@@ -115,7 +115,7 @@ def test_edges_that_are_fine() -> None:
 def test_options_from_json() -> None:
     assert parse_options('{"max_ngram": 4, "deep": {"a": [1]}}') == {"max_ngram": 4, "deep": {"a": [1]}}
     for text in ("", "{", "max_ngram=4", "{'a': 1}"):
-        with pytest.raises(ConfigError, match="no JSON object"):
+        with pytest.raises(ConfigError, match="JSON object"):
             parse_options(text)
     for text in ("[1]", "3", "null"):
         with pytest.raises(ConfigError, match="must be a JSON object"):

@@ -128,7 +128,7 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
             engine(tmp_path / wrong, folders[1])
     with pytest.raises(ConfigError, match="no assistant"):
         engine(folders[0], tmp_path / "other")
-    with pytest.raises(ConfigError, match="alone"):
+    with pytest.raises(ConfigError, match="assistant"):
         build_engine(str(folders[0]), EngineConfig(spec=parse_draft(f"ngram > {folders[1]}")))
 
 

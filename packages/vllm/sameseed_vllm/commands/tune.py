@@ -43,7 +43,7 @@ def tune(args: TuneArgs) -> int:
 
 def _request(args: TuneArgs) -> ServerTuneRequest:
     from sameseed.cli.bench_serve import read_key
-    from sameseed.cli.profile import numbers
+    from sameseed.cli.options import numbers
     from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
     from sameseed_vllm.tune_server import ServerTuneRequest
 
