@@ -22,7 +22,6 @@ from sameseed.devices import available_memory
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.shapes import SHAPES
-from sameseed.models.config import EMBEDDED
 from sameseed.models.head_config import expected_tensors, is_head, read_head_config
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config, resolve_model
 from sameseed.plan.memory import memory
@@ -162,6 +161,7 @@ def _model(name: str) -> dict[str, Any]:
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
         parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
     card = folder / "README.md"
+    licence = re.search(r"^license: *(\S+)", card.read_text("utf-8") if card.exists() else "", re.MULTILINE)
     return {
         "parameters": parameters,
         "layers": config.num_layers,
@@ -171,7 +171,7 @@ def _model(name: str) -> dict[str, Any]:
         "context": config.max_model_len,
         "bytes": sum(f.stat().st_size for f in ([folder] if folder.is_file() else folder.glob("*.safetensors"))),
         "card": str(card) if card.exists() else None,
-        "facts": _facts(name, folder),
+        "license": licence and licence[1],
         **({} if head is not None else _named(folder)),
     }
 
@@ -187,56 +187,30 @@ def _named(folder: Path) -> dict[str, list[str]]:
     return lines
 
 
-def _facts(name: str, folder: Path) -> list[str]:
-    """Licence, and what was measured on held-out texts when an embedded model was trained."""
-    facts = []
-    card = folder / "README.md"
-    if card.exists() and (found := re.search(r"^license: *(\S+)", card.read_text(encoding="utf-8"), re.MULTILINE)):
-        facts.append(f"license: {found[1]}")
-    if name not in EMBEDDED:
-        return facts
-    own = folder / "results.json"
-    results = own if own.exists() else folder.parent / "results.json"
-    if not results.exists():
-        return facts
-    measured = json.loads(results.read_text(encoding="utf-8"))
-    if perplexity := measured.get("perplexity", {}).get("draft" if name == "embedded-draft" else "target"):
-        values = ", ".join(f"{domain} {value['perplexity']:.2f}" for domain, value in perplexity.items())
-        facts.append(f"perplexity a token: {values}")
-    if name == "embedded":
-        facts.append(f"greedy texts repeat {measured['repeated']['all']:.0%} of their 8-grams")
-    else:
-        rates = ", ".join(f"{domain} {value['rate']:.0%}" for domain, value in measured["acceptance"].items())
-        facts.append(f"drafts accepted, chains of four: {rates}")
-    return facts
-
-
 Sheet = tuple[str, Seq[str], Seq[Seq[object]]]
 
 
 def _tables(found: Mapping[str, Any]) -> Iterator[Sheet]:
     """Title, column heads (none: two columns without heads) and rows of each table."""
-    yield from _registries(found) if "machine" in found else ()
+    if "machine" in found:
+        yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
+        heads = ("name", "runs here", "device", "row invariant", "weights", "KV cache")
+        rows: list[Seq[object]] = []
+        for name, b in found["backends"].items():
+            here = "yes" if b["runs_here"] else f"no: {b['reason'].partition(';')[0]}"
+            same = "yes" if b["row_invariant"] else "no"
+            rows.append((name, here, " ".join(b["devices"]), same, " ".join(b["weights"]), " ".join(b["kv_cache"])))
+        yield "backends", heads, rows
+        rows = []
+        for name, f in found["formats"].items():
+            bits = "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}"
+            rows.append((name, f["what"].removeprefix(f"Format {name}: "), bits, "yes" if f["kv_cache"] else "no"))
+        yield "formats", ("name", "what", "bits a weight", "KV cache"), rows
+        title = "more names for --format (variants: docs/guides/formats.md)"
+        presets = [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()]
+        yield title, ("name", "weights", "activations"), presets
+        yield "more names for --kv-format", ("name", "what"), list(found["kv_forms"].items())
+        drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
+        yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
     for name, model in found["models"].items():
         yield f"model {name}", (), [(k, "\n".join(v) if isinstance(v, list) else v) for k, v in model.items() if v]
-
-
-def _registries(found: Mapping[str, Any]) -> Iterator[Sheet]:
-    yield "machine", (), [(k, "none" if v is None else v) for k, v in found["machine"].items()]
-    rows: list[Seq[object]] = []
-    for name, b in found["backends"].items():
-        here = "yes" if b["runs_here"] else f"no: {b['reason'].partition(';')[0]}"
-        same = "yes" if b["row_invariant"] else "no"
-        rows.append((name, here, " ".join(b["devices"]), same, " ".join(b["weights"]), " ".join(b["kv_cache"])))
-    yield "backends", ("name", "runs here", "device", "row invariant", "weights", "KV cache"), rows
-    rows = []
-    for name, f in found["formats"].items():
-        bits = "" if f["bits_per_weight"] is None else f"{f['bits_per_weight']:g}"
-        rows.append((name, f["what"].removeprefix(f"Format {name}: "), bits, "yes" if f["kv_cache"] else "no"))
-    yield "formats", ("name", "what", "bits a weight", "KV cache"), rows
-    title = "more names for --format (variants: docs/guides/formats.md)"
-    presets = [(n, p["weights"], p["activations"]) for n, p in found["presets"].items()]
-    yield title, ("name", "weights", "activations"), presets
-    yield "more names for --kv-format", ("name", "what"), list(found["kv_forms"].items())
-    drafters = [(n, d["what"], d["needs"], json.dumps(d["options"])) for n, d in found["drafters"].items()]
-    yield "drafters", ("name", "what", "needs", "options (--draft-options)"), drafters
