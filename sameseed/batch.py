@@ -176,13 +176,15 @@ def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
 
 
 def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
-    """CPU tensors with elements of 4 or 8 bytes, moved to a device: views of one copied buffer."""
-    flat, starts = laid_out([x.numpy().reshape(-1).view(np.int32) for x in parts.values()])
-    there, moved = devices.put(torch.from_numpy(flat), device), {}
-    for (name, x), start in zip(parts.items(), starts, strict=True):
-        words = x.numel() * x.element_size() // 4
-        moved[name] = there[start : start + words].view(x.dtype).view(x.shape)
-    return moved
+    """CPU tensors with elements of 4 or 8 bytes, moved to a device: views of one copied buffer (see `int_tensors`)."""
+    words = [x.numpy().reshape(-1).view(np.int32) for x in parts.values()]
+    starts = list(itertools.accumulate((len(w) + -len(w) % 4 for w in words), initial=0))
+    flat = np.zeros(starts[-1], np.int32)
+    for start, w in zip(starts, words, strict=False):
+        flat[start : start + len(w)] = w
+    there, sizes = devices.put(torch.from_numpy(flat), device), map(len, words)
+    own = (there[start : start + size] for start, size in zip(starts, sizes, strict=False))
+    return {name: view.view(x.dtype).view(x.shape) for (name, x), view in zip(parts.items(), own, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -259,16 +261,11 @@ def slots_of(blocks: Seq[int], start: int, end: int, block_size: int) -> list[in
 def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None) -> Batch:
     """A Batch from plain lists: token_ids .. kv_lens and logit_rows, each sequence's blocks, masks as uint64."""
     width = max((len(own) for own in blocks), default=0)
-    tables: list[int] = []
-    for own in blocks:
-        tables += own
-        tables += [0] * (width - len(own))
-    token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows, block_tables = int_tensors(
-        (*numbers, tables)
-    )
-    block_tables = block_tables.view(len(blocks), width)
+    flat = [block for own in blocks for block in (*own, *[0] * (width - len(own)))]
+    token_ids, positions, slots, offsets, num_pending, kv_lens, logit_rows, tables = int_tensors((*numbers, flat))
+    tables = tables.view(len(blocks), width)
     tree_mask = None if masks is None else torch.from_numpy(np.array(masks, np.uint64).view(np.int64))
-    return Batch(token_ids, positions, slots, offsets, num_pending, kv_lens, block_tables, tree_mask, logit_rows)
+    return Batch(token_ids, positions, slots, offsets, num_pending, kv_lens, tables, tree_mask, logit_rows)
 
 
 def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tuple[Tensor, ...]:
@@ -288,14 +285,3 @@ def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tu
     if device is not None:
         values = devices.put(values, device)
     return values.split_with_sizes(sizes)[::2]
-
-
-def laid_out(parts: Seq[NDArray[np.int32]]) -> tuple[NDArray[np.int32], list[int]]:
-    """The parts in one int32 array, each starting at a multiple of 16 bytes, and the index where each part starts."""
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + len(part) + -len(part) % 4)
-    flat = np.zeros(starts[-1], np.int32)
-    for part, start in zip(parts, starts, strict=False):
-        flat[start : start + len(part)] = part
-    return flat, starts[:-1]
