@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from sameseed.cli import chat, console
+from sameseed.cli import chat, console, flags
 from sameseed.cli.console import PLAIN_MARKS, TextWriter
-from sameseed.cli.flags import ChatArgs
 from sameseed.engine.output import OutputText
 from sameseed.request import Delta, SamplingParams
 from sameseed.tokenizer import Tokenizer
@@ -110,6 +109,6 @@ def test_chat_shows_harmony_without_its_marks(capsys: pytest.CaptureFixture[str]
     deltas = [Delta("r", 0, text, (1,), (None,), text_offset=(0,)) for text in texts]
     template = SimpleNamespace(chat_template="<|channel|>analysis<|message|>")
     llm: Any = SimpleNamespace(tokenizer=template, chat_stream=lambda messages, params: deltas)
-    said = chat.answer(llm, [], SamplingParams(), ChatArgs(), interactive=False)
+    said = chat.answer(llm, [], SamplingParams(), flags.ChatArgs(), interactive=False)
     assert said == "so <b", "the next turn has no reasoning"
     assert capsys.readouterr().out == "why\n\nso <b"
