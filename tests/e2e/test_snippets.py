@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import re
@@ -9,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from sameseed.models.config import ASSETS
 from sameseed.models.loader import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted(p for d in ("docs", "packages", "benchmarks") for p in (ROOT / d).rglob("*.md"))]
+PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "2026-q4.md")]  # not what was true once
 # Placeholders in the pages, and what replaces them here.
 STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
@@ -38,26 +41,37 @@ TOY = {  # commands that end by themselves, with flags that make them small
     "eval": ["--tokens", "64"],
     "profile": ["--rows", "1,2", "--prefill-tokens", "0", "--batch-sizes", "", "--repeats", "3", "--seconds", "0.1"],
     "quantize": ["--samples", "4", "--length", "64", "--overwrite"],
-    **{name: [] for name in ("info", "completion", "vocabulary", "study")},
+    "study": ["--dry-run"],
+    **{name: [] for name in ("info", "completion", "vocabulary")},
 }
+FLAG = re.compile(r"(?<![\w='-])--[a-z][\w-]*")
+OTHERS = ["--spec-type", "--spec-draft-n-max", "--speculative-config", "--kv-cache-dtype", "--nnodes", "--model_args"]
+YOURS = re.compile(r"(mine|texts?|chats|prompts|held-out)\.")  # files that a reader has
 NOT_HERE = re.compile(  # needs a network, a GPU, a file of another command, a longer context, or hours
-    r"Qwen/|meta-llama/|HuggingFaceTB/|amd/|mask_token|--device cuda|--engine vllm|--vocabulary|chats\.txt|ids\.json"
+    r"Qwen/|meta-llama/|HuggingFaceTB/|amd/|mask_token|--device cuda|--engine vllm"
     r"|tuned\.toml|--run|--cost|--data|--tasks|--head-for|bench serve|8192|profile --model"
-    r"|^study (?!list|.*--dry-run)|^bench .*OUT/draft"
+    r"|^bench .*OUT/draft|--size real"
 )
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every sameseed command in the pages' code blocks: page and words."""
+    """Every sameseed command in the pages' code blocks, and those of studies in the text: page and words."""
     found = []
     for page in PAGES:
-        text = page.read_text().replace("\\\n", " ")
-        for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            for line in re.findall(r"(?:^|[ /(])sameseed ([a-z].*)$", block, re.MULTILINE):
-                words = shlex.split(line.split(" | ")[0].rstrip(" &)"), comments=True)
-                if words[0] in cli.COMMANDS:
-                    found.append((str(page.relative_to(ROOT)), words))
+        blocks, text = parts(page)
+        lines = re.findall(r"(?:^|[ /(])sameseed ([a-z].*)$", blocks, re.MULTILINE)
+        lines += re.findall(r"`(?:sameseed )?(study [a-z][^`]*)`", text)
+        for line in lines:
+            if words := shlex.split(line.split(" | ")[0].rstrip(" &)")):
+                found.append((str(page.relative_to(ROOT)), words))
     return found
+
+
+def parts(page: Path) -> tuple[str, str]:
+    """A page's code blocks that are shell or have no language, and its text without all code blocks."""
+    text, fence = page.read_text().replace("\\\n", " "), r"^ *```%s\n(.*?)^ *```"
+    blocks = re.findall(fence % "(?:bash)?", text, re.DOTALL | re.MULTILINE)
+    return re.sub(r" # .*", "", "\n".join(blocks)), re.sub(fence % r"\w*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def stood_for(word: str) -> str:
@@ -87,6 +101,45 @@ def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytes
         words = words[:place] + words[place + 2 :]
     with pytest.raises(UnderstoodError):
         cli._run(words[0], [stood_for(word) for word in words[1:]])
+
+
+@cache
+def flags_of(command: str) -> set[str]:
+    """The flags of a command by its own help."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+        cli._run(command.split()[0], [*command.split()[1:], "--help"])
+    return set(FLAG.findall(shown.getvalue()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_flags_that_a_text_names_are_there(page: Path) -> None:
+    """Also where no whole command stands: `bench --ks`, or `--format w8a8` alone, a flag of any command."""
+    every = [*cli.COMMANDS, "bench serve", "train head", "train draft"]
+    for said in re.findall(r"`([^`]+)`", parts(page)[1]):
+        words = " ".join(said.removeprefix("sameseed ").split())
+        named = [c for c in every if f"{words} ".startswith(f"{c} ")]
+        assert named or not said.startswith("sameseed "), said
+        if named or words.startswith("--"):
+            known = set[str]().union(*map(flags_of, named[-1:] or every))
+            assert not set(FLAG.findall(said)) - known - {*OTHERS}, said
+
+
+READ, WRITTEN = r"[\w./-]+\.(?:jsonl|json|toml|txt|csv)\b|(?:runs|twins)/[\w./-]+", r"-o|--(?:out|html|json|plot)"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_commands_read_come_from_somewhere(page: Path) -> None:
+    """A file is in the repository, written by a command above, named in the text, or the reader's own."""
+    blocks, text = parts(page)
+    made, folders = set[str](), (ROOT, page.parent, *(ROOT / "packages").glob("*/sameseed_*"))
+    for line in re.findall(r"(?:^|[ /(])sameseed ([a-z].*)$", blocks, re.MULTILINE):
+        written = set(re.findall(rf"(?:{WRITTEN})[ =](\S+)", line))
+        for file in set(re.findall(READ, line)) - written:
+            there = any((folder / file).exists() for folder in folders)
+            made_here = any(file.startswith(earlier) for earlier in made)
+            assert there or made_here or file in text or YOURS.match(file), f"{file}: {line}"
+        made |= written
 
 
 def runnable() -> list[list[str]]:
