@@ -38,14 +38,6 @@ def test_a_file_that_begins_with_an_underscore_is_no_entry() -> None:
             registry.load("formats", name)
 
 
-def test_names_import_nothing() -> None:
-    code = (
-        "import sys; from sameseed import registry; registry.names('drafters'); "
-        "sys.exit('torch' in sys.modules or 'sameseed.drafters.ngram' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_what_drafters_own_is_known_before_they_are_loaded() -> None:
     assert {n: registry.load("drafters", n).DRAFTER.owns for n in config.OWNS} == config.OWNS
     assert set(config.WRITTEN.values()) <= set(config.OWNS) == registry._own("drafters")
