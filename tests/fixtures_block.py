@@ -1,21 +1,14 @@
 """Block heads for the tests: the papers' formulas in plain PyTorch, and a tiny head fitted to a target's logits."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from fixtures_eagle import LAYER, _norm, _rotate, random_head, target_states, write_head
-from torch import Tensor
 
 from sameseed.models.head_config import BlockConfig, parse_head_config
-from sameseed.models.llama import Llama
 
 LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
 
 
-def raw_config(layout: str, vocab_size: int, layers: list[int], **changes: Any) -> dict[str, Any]:
+def raw_config(layout, vocab_size, layers, **changes):
     """config.json of a block head with two layers; `layers`: the target layers whose outputs it reads."""
     layer = {**LAYER, "num_hidden_layers": 2, "vocab_size": vocab_size, "model_type": "qwen3"}
     layer |= {k: v for k, v in changes.items() if k in layer}
@@ -33,7 +26,7 @@ def raw_config(layout: str, vocab_size: int, layers: list[int], **changes: Any) 
     return {"architectures": [names[layout]], **own, **markov, "transformer_layer_config": layer, **rest}
 
 
-def saved_by_speculators(kind: str, vocab_size: int, layers: list[int], model_type: str, size: int) -> dict[str, Any]:
+def saved_by_speculators(kind, vocab_size, layers, model_type, size):
     """config.json with the keys that speculators 0.9 writes for a head of `size` tokens; arguments as `raw_config`."""
     raw = raw_config(kind, vocab_size, layers, draft_vocab_size=size)
     layer = {**raw["transformer_layer_config"], "model_type": model_type, "hidden_act": "silu", "pad_token_id": None}
@@ -47,13 +40,13 @@ def saved_by_speculators(kind: str, vocab_size: int, layers: list[int], model_ty
     return {**raw, **own, "transformer_layer_config": layer, "tie_word_embeddings": False}
 
 
-def parsed(raw: dict[str, Any]) -> BlockConfig:
+def parsed(raw):
     config = parse_head_config(raw)
     assert isinstance(config, BlockConfig)
     return config
 
 
-def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last: int, target: Llama) -> Tensor:
+def plain_block(config, w, states, last, target):
     """Logits [guesses, Vd] of one block after states [n, F], computed in one dense pass, without a Markov head."""
     c, eps, n = config.layer, config.layer.rms_eps, len(states)
     embedding = w.get("embed_tokens.weight", target.ops.unpack(target.weights.embedding).parts["weight"].float())
@@ -63,7 +56,7 @@ def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last:
     for i in range(c.num_layers):
         at = f"layers.{i}"
 
-        def linear(name: str, rows: Tensor, at: str = at) -> Tensor:
+        def linear(name, rows, at=at):
             return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))
 
         normed = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
@@ -83,7 +76,7 @@ def plain_block(config: BlockConfig, w: dict[str, Tensor], states: Tensor, last:
     return _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :] @ lm_head.T
 
 
-def fit_block(folder: Path, target: Llama, seed: int = 0, **changes: Any) -> Path:
+def fit_block(folder, target, seed=0, **changes):
     """Write a block head whose Markov head is fitted to the target's mean logits after each token, the rest small."""
     size, rank = target.config.vocab_size, 48
     raw = raw_config("dspark", size, [0, 1], markov_rank=rank, block_size=7, **changes)

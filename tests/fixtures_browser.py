@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,52 +16,52 @@ WAIT = 30.0  # seconds at most, on a busy machine
 class Browser:
     """One tab. Elements are named by their id."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver):
         self.driver = driver
         self.run: Callable[..., Any] = driver.execute_script
 
-    def __getitem__(self, id: str) -> Any:
+    def __getitem__(self, id):
         return self.driver.find_element("id", id)
 
-    def all(self, selector: str) -> list[Any]:
+    def all(self, selector):
         """Elements by CSS selector."""
-        found: list[Any] = self.driver.find_elements("css selector", selector)
+        found = self.driver.find_elements("css selector", selector)
         return found
 
-    def until(self, condition: Callable[[], Any]) -> Any:
+    def until(self, condition):
         """Wait until the condition is true; returns its value."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         return WebDriverWait(self.driver, WAIT, 0.02).until(lambda _: condition())
 
-    def press(self, *keys: str) -> None:
+    def press(self, *keys):
         """Send keys to the element that has the focus."""
         from selenium.webdriver import ActionChains
 
         ActionChains(self.driver, duration=0).send_keys(*keys).perform()
 
     @property
-    def focused(self) -> str:
+    def focused(self):
         """The id of the element with the focus."""
         return str(self.run("return document.activeElement.id"))
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width, height):
         """Set the size of the page in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
-    def media(self, **features: str) -> None:
+    def media(self, **features):
         """Emulate media features, such as `prefers_color_scheme="dark"`; without arguments, emulate none."""
         pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": pairs})
 
-    def complaints(self) -> list[str]:
+    def complaints(self):
         """Errors in the browser's console since the last call."""
         return [e["message"] for e in self.driver.get_log("browser") if e["level"] == "SEVERE"]
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium():
     """A browser; skips the test if Chromium, its chromedriver or selenium is missing."""
     pytest.importorskip("selenium", reason="selenium is not installed (it is in the extra 'dev')")
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

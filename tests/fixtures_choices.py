@@ -1,26 +1,20 @@
 """Token choice on the CPU by the specification, in place of a GPU's kernels (`Ops.choose`)."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
-from torch import Tensor
 
-from sameseed.batch import Draws
-from sameseed.ops import Ops
 from sameseed.request import SamplingParams
 from sameseed.spec import sampling
 from sameseed.spec.sampling import FAILED, survivors
 
 
-def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor:
+def choose(logits, draws, token_ids=None):
     """Choose tokens int32 [R], or [2, R] with confidences, from logits float32 [R, V]."""
     ids = np.arange(logits.shape[1]) if token_ids is None else token_ids.numpy()
     cut, shares = dict(zip(*draws.cut.tolist())), dict(draws.shares)
-    found: list[tuple[int, float]] = []
+    found = []
     for r, row in enumerate(logits.double().numpy()):
         if not np.isfinite(row.max()):
             found.append((FAILED, float("nan")))
@@ -43,6 +37,6 @@ def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Ten
     return torch.stack([tokens, sure.view(torch.int32)]) if draws.sure else tokens
 
 
-def let_choose(monkeypatch: pytest.MonkeyPatch, ops: Ops) -> None:
+def let_choose(monkeypatch, ops):
     """Let these ops choose tokens with `choose`."""
     monkeypatch.setattr(ops, "_choose", choose)

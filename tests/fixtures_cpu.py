@@ -1,8 +1,5 @@
 """The native backend's instruction sets on this CPU, and checks of its attention with each of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +13,7 @@ from sameseed import _native
 
 
 @contextmanager
-def instructions(name: str) -> Iterator[None]:
+def instructions(name):
     """Compute with one instruction set in this context; the previous one is restored afterwards."""
     before = _native.isa()
     _native.set_isa(name)
@@ -26,7 +23,7 @@ def instructions(name: str) -> Iterator[None]:
         _native.set_isa(before)
 
 
-def here(name: str) -> bool:
+def here(name):
     """Whether this CPU has the instruction set."""
     try:
         with instructions(name):

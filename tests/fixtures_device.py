@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +26,7 @@ class Elsewhere(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Elsewhere:
+    def __new__(cls, inner):
         shape, strides, offset = inner.shape, inner.stride(), inner.storage_offset()
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written to through a wrapper
             made = torch.Tensor._make_wrapper_subclass(
@@ -37,27 +35,27 @@ class Elsewhere(torch.Tensor):
         made.inner = inner
         return made
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         raise RuntimeError("the address of a tensor on the device was asked for by code of the CPU")
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.cpu().tolist()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         return super().__getitem__(_placed(index))
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index, value):
         super().__setitem__(_placed(index), value)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _call(func, args, kwargs or {})
 
 
-waits: Counter[tuple[str, str]] | None = None  # how often (kind of wait, function) waited; see `counted_waits`
+waits = None  # how often (kind of wait, function) waited; see `counted_waits`
 
 
-def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call(func, args, kwargs):
     tensors = [t for t in _flat((args, kwargs)) if isinstance(t, torch.Tensor)]
     here = [t for t in tensors if isinstance(t, Elsewhere)]
     name = func._schema.name
@@ -80,7 +78,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(lambda r: Elsewhere(r) if isinstance(r, torch.Tensor) else r, result) if goes else result
 
 
-def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], goes: bool, args: Any) -> str | None:
+def _wait_of(name, tensors, here, goes, args):
     """The kind of wait, if a CUDA device would make the host wait in this call; else None."""
     if name in _LEAVES and here:
         return "number"
@@ -93,9 +91,9 @@ def _wait_of(name: str, tensors: list[torch.Tensor], here: list[torch.Tensor], g
     return "size" if by_mask or (here and name in ("aten::nonzero", "aten::masked_select")) else None
 
 
-def _asker() -> str:
+def _asker():
     """The innermost function of the package on the call stack."""
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("sameseed.") and not frame.f_code.co_name.startswith("<"):
@@ -105,7 +103,7 @@ def _asker() -> str:
 
 
 @contextmanager
-def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
+def counted_waits():
     """Count how often code in this context makes the host wait for the device, by kind of wait and by function.
 
     A copy to the device counts, because PyTorch waits for it if the memory is not pinned.
@@ -118,18 +116,18 @@ def counted_waits() -> Iterator[Counter[tuple[str, str]]]:
         waits = None
 
 
-def _placed(index: Any) -> Any:
+def _placed(index):
     """The index with its lists of numbers moved to the device; PyTorch would create them there without numbers."""
     if isinstance(index, tuple):
         return tuple(_placed(i) for i in index)
     return torch.tensor(index, dtype=None if index else torch.int64, device=DEVICE) if type(index) is list else index
 
 
-def _inner(x: Any) -> Any:
+def _inner(x):
     return x.inner if isinstance(x, Elsewhere) else x
 
 
-def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+def _mapped(change, x):
     """`tree_map` without its registry of types, which takes longer than most operations."""
     kind = type(x)
     if kind is list or kind is tuple:
@@ -139,8 +137,8 @@ def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
     return tree_map(change, x) if isinstance(x, list | tuple | dict) else change(x)
 
 
-def _flat(x: Any) -> list[Any]:
-    found: list[Any] = []
+def _flat(x):
+    found = []
     for y in x.values() if isinstance(x, dict) else x:
         found += _flat(y) if isinstance(y, list | tuple | dict) else [y]
     return found
@@ -149,18 +147,18 @@ def _flat(x: Any) -> list[Any]:
 class _Pretend(TorchDispatchMode):
     """Runs every call through `_call`, so that tensors created on the device or moved to it are `Elsewhere`."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _call(func, args, kwargs or {})
 
 
 @contextmanager
-def pretended_device() -> Iterator[str]:
+def pretended_device():
     """In this context, tensors on the device of the yielded name hold numbers."""
     real = torch.tensor
     with torch.device("cpu"):  # PyTorch caches its constructors at the first use, which must be the real ones
         torch.empty(0)
 
-    def tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
+    def tensor(data, *, device=None, **more):
         """PyTorch's own function would bypass the mode. Without `device`, the tensor is made on the default device."""
         made = real(data, device="cpu", **more)
         return made.to(torch.empty(0).device if device is None else device)
@@ -173,13 +171,13 @@ def pretended_device() -> Iterator[str]:
         torch.tensor = real
 
 
-def interpreted_there(monkeypatch: Any) -> None:
+def interpreted_there(monkeypatch):
     """Let Triton's interpreter compute on the pretended device: kernels get the CPU tensors, their callers do not."""
     from sameseed.ops.triton import guard
 
     run = guard.Launch.run
 
-    def launch(self: Any) -> None:
+    def launch(self):
         run(replace(self, arguments={name: _inner(x) for name, x in self.arguments.items()}))
 
     monkeypatch.setattr(guard.Launch, "run", launch)

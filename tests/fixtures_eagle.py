@@ -1,36 +1,22 @@
 """EAGLE heads for the tests: the papers' formulas in plain PyTorch, and tiny heads that are fitted in a second."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from fixtures_models import whole_pass
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from sameseed.models.head_config import HeadConfig, expected_tensors, parse_head_config
-from sameseed.models.llama import Llama
+from sameseed.models.head_config import expected_tensors, parse_head_config
 
 LAYER = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 256, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def raw_config(kind: str, vocab_size: int, aux: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+def raw_config(kind, vocab_size, aux=None, **changes):
     """config.json of a head: "eagle", "eagle3", or "speculators" (EAGLE-3 in that layout)."""
     layer = {**LAYER, "vocab_size": vocab_size, **{k: v for k, v in changes.items() if k in LAYER}}
     rest = {k: v for k, v in changes.items() if k not in LAYER}
@@ -44,10 +30,10 @@ def raw_config(kind: str, vocab_size: int, aux: list[int] | None = None, **chang
     return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own, **rest}
 
 
-def random_head(config: HeadConfig, seed: int = 0, layer: str = "midlayer", scale: float = 1.0) -> dict[str, Tensor]:
+def random_head(config, seed=0, layer="midlayer", scale=1.0):
     """Tensors of a random head; d2t is spread over the vocabulary if the head's vocabulary is smaller."""
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for name, shape in expected_tensors(config, layer).items():
         noise = torch.randn(shape, generator=generator)
         if name == "d2t":
@@ -60,11 +46,11 @@ def random_head(config: HeadConfig, seed: int = 0, layer: str = "midlayer", scal
     return tensors
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def _rotate(x, positions, theta):
     half = x.shape[-1] // 2
     angle = positions[:, None].float() / theta ** (torch.arange(half) / half)  # [T, D/2]
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -72,7 +58,7 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def combine(config: HeadConfig, w: dict[str, Tensor], hidden: Tensor, target: Llama) -> Tensor:
+def combine(config, w, hidden, target):
     """Features [T, C] of the target's captured hidden states [T, F]."""
     eps = config.layer.rms_eps
     if config.kind == "eagle":
@@ -85,16 +71,7 @@ def combine(config: HeadConfig, w: dict[str, Tensor], hidden: Tensor, target: Ll
     return hidden @ w["fc.weight"].T
 
 
-def plain_head(
-    config: HeadConfig,
-    w: dict[str, Tensor],
-    tokens: Tensor,
-    features: Tensor,
-    positions: Tensor,
-    sees: Tensor,
-    target: Llama,
-    layer: str = "midlayer",
-) -> tuple[Tensor, Tensor]:
+def plain_head(config, w, tokens, features, positions, sees, target, layer="midlayer"):
     """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each row attends to."""
     c, third = config.layer, config.kind == "eagle3"
     target_embedding = target.ops.unpack(target.weights.embedding).parts["weight"].float()
@@ -132,15 +109,13 @@ def plain_head(
     return normed @ lm_head.T, normed if config.norm_output else x
 
 
-def target_states(
-    target: Llama, texts: list[list[int]], captures: tuple[int, ...], kv: str = "fp32"
-) -> list[tuple[Tensor, Tensor]]:
+def target_states(target, texts, captures, kv="fp32"):
     """Captured hidden states [T, F] and logits [T, V] of all positions, for each text."""
     passes = [whole_pass(target, text, captures, kv) for text in texts]
     return [(hidden.clone(), logits.clone()) for logits, hidden in passes if hidden is not None]
 
 
-def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
+def fit_head(folder, target, seed=0):
     """Write an EAGLE-1 head for any target: fc is a least-squares fit of the next feature, other weights are small."""
     raw = raw_config("eagle", target.config.vocab_size)
     config = parse_head_config(raw)
@@ -161,7 +136,7 @@ def fit_head(folder: Path, target: Llama, seed: int = 0) -> Path:
     return write_head(folder, raw, w)
 
 
-def silence(folder: Path, scale: float) -> None:
+def silence(folder, scale):
     """Change a model so that a head can predict it: only layer 0 adds to the embeddings, whose RMS becomes `scale`."""
     tensors = load_file(folder / "model.safetensors")
     rows = tensors["model.embed_tokens.weight"]
@@ -174,7 +149,7 @@ def silence(folder: Path, scale: float) -> None:
     save_file(tensors, str(folder / "model.safetensors"))
 
 
-def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **changes: Any) -> Path:
+def knowing_head(folder, target, kind, noise=0.0, **changes):
     """Write a head made of the first layer of a silenced model; it lacks only the first token of the text.
 
     An EAGLE-3 head does not pass the embedding itself on, so the model's `scale` should be small compared to what its
@@ -206,7 +181,7 @@ def knowing_head(folder: Path, target: Path, kind: str, noise: float = 0.0, **ch
     return write_head(folder, raw, w)
 
 
-def write_head(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+def write_head(folder, raw, tensors):
     """Write a head as a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))

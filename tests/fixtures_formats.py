@@ -1,36 +1,31 @@
 """The format of docs/extend.md, as a module and as an installed package; checkpoints of one weight in any format."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fixtures_layouts import RAW
 from safetensors.torch import save_file
-from torch import Tensor
 
 from sameseed import registry, scheme
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.layouts import sameseed as own
 from sameseed.models.save import method_for
-from sameseed.scheme import Format, QuantScheme, QuantTensor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extend.md"
 CODE = next(c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "\nFORMAT = " in c)
 GUIDE = types.ModuleType("ternary")
 exec(compile(CODE, str(PAGE), "exec"), GUIDE.__dict__)
-FORMAT: Format = GUIDE.FORMAT
+FORMAT = GUIDE.FORMAT
 ENTRY = "[sameseed.formats]\nternary = guide_formats.ternary\n"
 
 
-def write_package(folder: Path) -> None:
+def write_package(folder):
     """Write a package `guide_formats` as pip would install it; it is found if `folder` is on the path."""
     (folder / "guide_formats").mkdir()
     (folder / "guide_formats" / "__init__.py").touch()
@@ -41,14 +36,14 @@ def write_package(folder: Path) -> None:
     (info / "entry_points.txt").write_text(ENTRY)
 
 
-def forget() -> None:
+def forget():
     """Clear the registry's caches."""
     for cached in (registry.names, registry.load, registry.loaded, registry._installed):
         cached.cache_clear()
 
 
 @contextmanager
-def installed(folder: Path) -> Iterator[None]:
+def installed(folder):
     """Install the package in `folder` for this context."""
     write_package(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,20 +54,20 @@ def installed(folder: Path) -> Iterator[None]:
     forget()
 
 
-def as_stored(q: QuantTensor, chosen: QuantScheme) -> tuple[dict[str, Tensor], Mapping[str, object]]:
+def as_stored(q, chosen):
     """Tensors of a weight "x" as a checkpoint stores them, and their quantization_config."""
     if method_for([chosen]) == "sameseed":
         return own.tensors_of("x", q), own.config_of({"x": chosen})
     return scheme.get(q.format).checkpoint("x", q), scheme.get(q.format).config(q)
 
 
-def write_weight(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
+def write_weight(folder, tensors, config):
     """Write a checkpoint of one weight, "x"."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": {**config, "ignore": []}}))
 
 
-def read_weight(folder: Path, shape: tuple[int, int]) -> QuantTensor:
+def read_weight(folder, shape):
     """Read the weight as a model's loader reads it."""
     with Checkpoint(folder) as files:
         files.check(parse_config(RAW), {"x.weight": shape})

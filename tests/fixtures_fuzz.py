@@ -4,38 +4,22 @@ A request that the OpenAPI document calls valid must be accepted, except for wha
 name, vocabulary and context, what a grammar may hold, and which fields exclude each other.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import schemathesis
 
 NOT_IN_SCHEMAS = (
-    "no token was left to choose",
-    "leaves no token that is not banned",
-    "contradict each other",
-    "context_length_exceeded",
-    "invalid_schema",
-    "is no JSON",
-    "list of text parts",
-    "cannot be used",
-    "cannot be followed",
-    "no text can match",
-    "give one of choice",
-    "may not set",
-    "tool",
-    "logit_bias",
-    "documents",
-    "vocabulary",
-    "truncate_prompt_tokens",
-)
+    "no token was left to choose", "leaves no token that is not banned", "contradict each other",
+    "context_length_exceeded", "invalid_schema", "is no JSON", "list of text parts", "cannot be used",
+    "cannot be followed", "no text can match", "give one of choice", "may not set", "tool", "logit_bias", "documents",
+    "vocabulary", "truncate_prompt_tokens",
+)  # fmt: skip
 LEAKS = re.compile(r"0x[0-9a-f]{6}|Traceback|\.py\b|site-packages|<[\w.]+ object")
 ACCEPTED = {*range(200, 300), 401, 404, 429, 503}
 
 
 @schemathesis.hook
-def map_body(context: Any, body: Any) -> Any:
+def map_body(context, body):
     """Ask mostly for the served model and tokens of its vocabulary, or few requests would come as far as the engine."""
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
@@ -47,7 +31,7 @@ def map_body(context: Any, body: Any) -> Any:
 
 
 @schemathesis.check
-def valid_requests_are_accepted(context: Any, response: Any, case: Any) -> None:
+def valid_requests_are_accepted(context, response, case):
     """Replaces `positive_data_acceptance`: valid requests are accepted, except for the reasons in NOT_IN_SCHEMAS."""
     generated = case.meta.generation.mode.is_positive if case.meta is not None else False
     if generated and response.status_code not in ACCEPTED:
@@ -55,7 +39,7 @@ def valid_requests_are_accepted(context: Any, response: Any, case: Any) -> None:
 
 
 @schemathesis.check
-def errors_are_openai_s_and_hold_no_inside(context: Any, response: Any, case: Any) -> None:
+def errors_are_openai_s_and_hold_no_inside(context, response, case):
     """Every error has OpenAI's shape on every route and shows no internals; status 422 never occurs."""
     assert response.status_code != 422
     if response.status_code >= 400 and case.method != "HEAD":

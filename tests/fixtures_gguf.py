@@ -1,19 +1,14 @@
 """GGUF files of tiny models, written by the gguf package, or byte by byte where a test needs an invalid file."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer as HFTokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 
 from sameseed.models.config import family
 from sameseed.models.gguf.kquants import TYPES
@@ -23,12 +18,12 @@ from sameseed.scheme import get
 Kinds = Callable[[str], str]  # GGUF name of a matrix -> its type
 
 
-def for_rope(weight: Tensor, heads: int) -> Tensor:
+def for_rope(weight, heads):
     """Rows of q or k [H D, ...] in a converter's order: the two rows that RoPE rotates together lie side by side."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
+def kquant_bytes(weight, kind):
     """Bytes [O, K / 256 * bytes] of a weight in Q4_K, Q5_K or Q6_K, encoded by our format: the gguf package cannot."""
     q = get(kind.lower()).encode(weight)
     n = q.shape[0] * q.shape[1] // 256
@@ -51,7 +46,7 @@ def kquant_bytes(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
     return np.concatenate(blocks, axis=1).reshape(q.shape[0], -1)
 
 
-def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
+def as_type(weight, kind):
     """The bytes of a weight in a type that the gguf package or `kquant_bytes` can write."""
     if kind in TYPES:
         return kquant_bytes(weight, kind)
@@ -60,16 +55,7 @@ def as_type(weight: Tensor, kind: str) -> np.ndarray[Any, Any]:
     return gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
 
 
-def write_gguf(
-    path: Path,
-    raw: dict[str, Any],
-    tensors: dict[str, Tensor],
-    kinds: Kinds = lambda name: "F32",
-    arch: str = "llama",
-    keys: dict[str, Any] | None = None,
-    blobs: dict[str, tuple[np.ndarray[Any, Any], str]] | None = None,
-    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
-) -> Path:
+def write_gguf(path, raw, tensors, kinds=lambda name: "F32", arch="llama", keys=None, blobs=None, tokenizer=None):
     """Write a model with config.json `raw` as a GGUF file.
 
     `kinds`: types of matrices; `keys`: more keys of the architecture; `blobs`: bytes of some matrices, with their type.
@@ -129,22 +115,20 @@ def write_gguf(
 # --- byte by byte ---
 
 
-def text(value: str | bytes) -> bytes:
+def text(value):
     data = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(data)) + data
 
 
-def key(name: str, kind: int, value: bytes) -> bytes:
+def key(name, kind, value):
     return text(name) + struct.pack("<I", kind) + value
 
 
-def info(name: str, dims: list[int], kind: int, offset: int) -> bytes:
+def info(name, dims, kind, offset):
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
-def gguf_bytes(
-    keys: list[bytes], infos: list[bytes], data: bytes = b"", version: int = 3, counts: tuple[int, int] | None = None
-) -> bytes:
+def gguf_bytes(keys, infos, data=b"", version=3, counts=None):
     num_tensors, num_keys = counts or (len(infos), len(keys))
     head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(infos)
     return head + bytes(-len(head) % 32) + data
@@ -165,7 +149,7 @@ TEXTS = [
 CORPUS = [*TEXTS, *(f"the quick brown fox {i} jumps over the lazy dog's back, and {i * 7} more" for i in range(60))]
 
 
-def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
+def trained(pattern, size=600):
     """A byte-level BPE trained on CORPUS; `pattern`: the expression by which a well-known model splits words."""
     tokenizer = HFTokenizer(models.BPE())
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated")] if isinstance(pattern, str) else pattern
@@ -179,13 +163,13 @@ def trained(pattern: str | list[Any], size: int = 600) -> HFTokenizer:
     return tokenizer
 
 
-def bpe_keys(source: HFTokenizer, pre: str, special: dict[str, int], **more: Any) -> Any:
+def bpe_keys(source, pre, special, **more):
     """A function that writes a byte-level BPE as a converter does; `special`: added tokens, with their types."""
     model = json.loads(source.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
 
-    def keys(writer: gguf.GGUFWriter) -> None:
+    def keys(writer):
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list([*tokens, *special])

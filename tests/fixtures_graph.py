@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -23,11 +22,11 @@ WRONG = 77
 class FakeGraph(TorchDispatchMode):
     """Records the operations that are called in its context."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.steps: list[Callable[[], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name
         if name in READS:
             raise RuntimeError(f"{name} while a graph is recorded")
@@ -40,40 +39,40 @@ class FakeGraph(TorchDispatchMode):
             self.steps.append(lambda: again(out, func(*args, **kwargs)))
         return out
 
-    def replay(self) -> None:
+    def replay(self):
         with torch.inference_mode():
             for step in self.steps:
                 step()
 
 
-def spoil(x: torch.Tensor) -> None:
+def spoil(x):
     x.fill_(torch.nan if x.is_floating_point() else WRONG)
 
 
-def again(out: Any, new: Any) -> None:
+def again(out, new):
     """Copy the `new` result of an operation into the recorded result `out`; a view already shares its memory."""
     for a, b in zip(out, new, strict=True) if isinstance(out, tuple | list) else [(out, new)]:
         if a.data_ptr() != b.data_ptr():
             a.copy_(b)
 
 
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
+def fake_graphs(monkeypatch):
     """Let passes on the CPU be recorded and replayed; returns the list of recorded graphs, which grows."""
-    made: list[FakeGraph] = []
+    made = []
     run = guard.Launch.run
 
-    def launch(self: Any) -> None:
+    def launch(self):
         with _disable_current_modes():
             run(self)
         if recording:
             recording[-1].steps.append(lambda: run(self))
 
-    recording: list[FakeGraph] = []
+    recording = []
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args):
         raise RuntimeError("a tensor's numbers are read while a graph is recorded")
 
-    def capture(job: Any) -> Any:
+    def capture(job):
         graph = FakeGraph()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", refuse)
@@ -86,7 +85,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeGraph]:
                 recording.pop()
         made.append(graph)
 
-        def replay() -> None:
+        def replay():
             for x in results:
                 if x is not None and x.numel():
                     spoil(x)

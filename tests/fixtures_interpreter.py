@@ -1,14 +1,12 @@
 """Triton's interpreter, which runs kernels on the CPU: sums in a fixed order, in less time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 
-def order_dots() -> None:
+def order_dots():
     """Make the interpreter's `tl.dot` add in a fixed order.
 
     By default it calls `np.matmul`, whose order of sums depends on BLAS, processor, shape and memory layout. So the
@@ -18,7 +16,7 @@ def order_dots() -> None:
 
     theirs = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, acc: Any, *how: Any) -> Any:
+    def create_dot(self, a, b, acc, *how):
         if a.data.dtype.kind != "f":  # integers are exact in any order
             return theirs(self, a, b, acc, *how)
         return interpreter.TensorHandle(acc.data + dot(a.data, b.data), acc.dtype.scalar)
@@ -26,7 +24,7 @@ def order_dots() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def hasten() -> None:
+def hasten():
     """Speed up the interpreter: most of its time goes into types, shapes and checks, not into numbers.
 
     - It patches Triton's language for each call of a function. Here this is done once per module, and stays.
@@ -47,29 +45,29 @@ def hasten() -> None:
     tensor, of_tensors = core.tensor.__init__, dict[int, Any]()
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
 
-    def patch_once(fn: Any) -> Any:
+    def patch_once(fn):
         names = id(fn.__globals__)
         if names not in patched:
             patched.add(names)
             patch(fn)
         return nothing
 
-    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    def patch_attr(obj, name, member, builder, scope):
         function = getattr(member, "__wrapped__", member)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
         scope.set_attr(obj, name, call)
 
-    def known_np_dtype(kind: Any) -> Any:  # some kinds are not hashable, but all have a name
+    def known_np_dtype(kind):  # some kinds are not hashable, but all have a name
         found = np_dtypes.get(kind.name)
         if found is None:
             found = np_dtypes[kind.name] = np_dtype(kind)
         return found
 
-    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    def init_block(self, element_ty, shape):
         sizes = tuple(shape.values if type(shape) is core.tuple else map(core._unwrap_if_constexpr, shape))
         found = shapes.get(sizes)
         if found is None:
@@ -78,7 +76,7 @@ def hasten() -> None:
         self.element_ty, self.name = element_ty, f"<{sizes}, {element_ty.name}>"
         self.shape, self.numel = found
 
-    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+    def init_tensor(self, handle, kind):
         key = id(kind.shape) if kind.is_block() else 0
         found = of_tensors.get(key)
         if found is None:
@@ -88,18 +86,18 @@ def hasten() -> None:
             self.handle, self.type, self.dtype = handle, kind, kind.scalar
             self.shape, self.numel, _ = found
 
-    def same_shape(a: Any, b: Any) -> bool:
+    def same_shape(a, b):
         return a.shape is b.shape if a.is_block() and b.is_block() else not (a.is_block() or b.is_block())
 
-    def same(a: Any, b: Any) -> bool:
+    def same(a, b):
         numbers = isinstance(a, core.tensor) and isinstance(b, core.tensor) and a.dtype is b.dtype
         return numbers and not a.dtype.is_ptr() and same_shape(a.type, b.type)
 
-    def converted(self: Any, a: Any, b: Any, *how: Any, **more: Any) -> Any:
+    def converted(self, a, b, *how, **more):
         divides = len(how) > 3 or more  # converts halves
         return (a, b) if not divides and same(a, b) else check(self, a, b, *how, **more)
 
-    def broadcasted(self: Any, a: Any, b: Any) -> Any:
+    def broadcasted(self, a, b):
         return (a, b) if same_shape(a.type, b.type) else broadcast(self, a, b)
 
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
@@ -109,7 +107,7 @@ def hasten() -> None:
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = converted, broadcasted
 
 
-def dot(a: Any, b: Any) -> Any:
+def dot(a, b):
     """a [M, K] times b [K, N] in float32; K is a power of two.
 
     Adds the two halves of K until one sum is left. Each step is element-wise, which IEEE 754 defines exactly. So the

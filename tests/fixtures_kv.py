@@ -3,8 +3,6 @@
 The formats themselves are held to their definitions in contract/test_formats.py and unit/formats.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -19,14 +17,13 @@ KV_FORMATS = sorted(["fp32", "bf16", "fp16", *LARGEST])
 class KvOracle:
     """How one format stores rows of the KV cache."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.format = scheme.kv_format(name)
-        assert self.format.kv_dtype is not None
         self.name, self.kv_dtype = name, self.format.kv_dtype
         self.scaled = self.format.encode_kv(torch.zeros(1, 1, 2, device="cpu"))[1] is not None
         self.encode_kv, self.decode_kv = self.format.encode_kv, self.format.decode_kv
 
-    def width(self, dim: int) -> int:
+    def width(self, dim):
         """The number of elements that a row of `dim` values takes."""
         return self.encode_kv(torch.zeros(1, 1, dim, device="cpu"))[0].shape[-1]
 

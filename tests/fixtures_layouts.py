@@ -1,11 +1,7 @@
 """A tiny model in the layouts of other tools, written bit by bit from their documentation, and the values they mean."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from fixtures_models import BASE, random_tensors, write_config
@@ -15,29 +11,24 @@ from torch import Tensor
 from sameseed.models.config import parse_config
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
-RAW: dict[str, Any] = {
-    **BASE,
-    **SHAPE,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+RAW = {
+    **BASE, **SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+}  # fmt: skip
 Tensors = dict[str, Tensor]
 # Writes a layout: weight [O, K], module, random numbers -> stored tensors, and the matrix that they mean (float32).
 Writer = Callable[[Tensor, str, torch.Generator], tuple[Tensors, Tensor]]
 
 
-def is_linear(name: str) -> bool:
+def is_linear(name):
     return name.endswith("_proj.weight")
 
 
-def write_layout(
-    folder: Path, writer: Writer, config: dict[str, Any] | None, which: Callable[[str], bool] = is_linear
-) -> Tensors:
+def write_layout(folder, writer, config, which=is_linear):
     """Write a checkpoint where `writer` stores the matrices that `which` picks; returns the dense tensors it means."""
     dense = random_tensors(parse_config(RAW), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(5)
-    stored: Tensors = {}
+    stored = {}
     for name, value in dense.items():
         if which(name):
             made, meant = writer(value.float(), name.removesuffix(".weight"), generator)
@@ -50,14 +41,14 @@ def write_layout(
     return dense
 
 
-def write_dense(folder: Path, dense: Tensors) -> Path:
+def write_dense(folder, dense):
     """Write the same model in float32."""
     write_config(folder, RAW)
     save_file({n: t.float().contiguous() for n, t in dense.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def packed(codes: Tensor, bits: int) -> Tensor:
+def packed(codes, bits):
     """Codes [N, W] as int32 [N, W bits / 32], the first in the lowest bits, by integer arithmetic."""
     per = 32 // bits
     words = (codes.reshape(codes.shape[0], -1, per).long() * torch.tensor([2 ** (bits * i) for i in range(per)])).sum(
@@ -66,9 +57,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def integers(
-    weight: Tensor, bits: int, group: int, symmetric: bool, dtype: torch.dtype = torch.float16
-) -> tuple[Tensor, Tensor, Tensor]:
+def integers(weight, bits, group, symmetric, dtype=torch.float16):
     """Codes 0..2^bits - 1 [O, K], scales [O, n] and zero points [O, n] of groups along K."""
     x = weight.view(weight.shape[0], -1, group)
     top = 2**bits - 1
@@ -83,17 +72,17 @@ def integers(
     return codes.flatten(1).long(), scales, zeros.long()
 
 
-def meaning(codes: Tensor, scales: Tensor, zeros: Tensor | float, group: Tensor | int) -> Tensor:
+def meaning(codes, scales, zeros, group):
     """(code - zero) * scale; each column has the zero point and the scale of its group."""
     index = torch.arange(codes.shape[1]) // group if isinstance(group, int) else group.long()
     zero = zeros[:, index].float() if isinstance(zeros, Tensor) else zeros
     return (codes.float() - zero) * scales[:, index].float()
 
 
-def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Writer:
+def gptq(bits=4, group=128, symmetric=True, act_order=False, version=1):
     """qweight [K bits / 32, O], qzeros [n, O bits / 32] (minus 1 in version 1), scales [n, O], g_idx [K]."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         width = weight.shape[1]
         size = width if group == -1 else group
         order = torch.randperm(width, generator=generator) if act_order else torch.arange(width)
@@ -102,25 +91,23 @@ def gptq(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: boo
         codes, index = codes[:, back], (torch.arange(width) // size)[back]
         stored = {
             f"{name}.qweight": packed(codes, bits).T,
-            f"{name}.qzeros": packed(zeros.T - (1 if version == 1 else 0), bits),
-            f"{name}.scales": scales.T,
-            f"{name}.g_idx": index.int(),
-            f"{name}.bias": torch.zeros(weight.shape[0], dtype=torch.float16),
-        }
+            f"{name}.qzeros": packed(zeros.T - (1 if version == 1 else 0), bits), f"{name}.scales": scales.T,
+            f"{name}.g_idx": index.int(), f"{name}.bias": torch.zeros(weight.shape[0], dtype=torch.float16),
+        }  # fmt: skip
         # qweight is packed along K: the columns of [O, K] are packed, then the result is transposed.
         return stored, meaning(codes, scales, zeros, index)
 
     return write
 
 
-def awq(group: int = 128) -> Writer:
+def awq(group=128):
     """qweight [K, O / 8], qzeros [n, O / 8], scales [n, O]; a word holds outputs 0 2 4 6 1 3 5 7, lowest bits first."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
-    def interleaved(codes: Tensor) -> Tensor:
+    def interleaved(codes):
         return packed(codes.view(codes.shape[0], -1, 8)[..., order].flatten(1), 4)
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         size = weight.shape[1] if group == -1 else group
         codes, scales, zeros = integers(weight, 4, size, symmetric=False)
         stored = {
@@ -133,7 +120,7 @@ def awq(group: int = 128) -> Writer:
     return write
 
 
-def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> Tensor:
+def tiled(codes, rows, order):
     """Codes [O, K] as Marlin's B int32 [K / 16, 2 O], written one code after the other.
 
     Tensor cores read a 16 x 16 tile as two halves of 8 columns. Lane i of 32 holds column i / 4 of each half, in the
@@ -154,7 +141,7 @@ def tiled(codes: Tensor, rows: Callable[[int], list[int]], order: list[int]) -> 
     return torch.tensor(out, dtype=torch.int32)
 
 
-def shuffled(scales: Tensor, grouped: bool) -> Tensor:
+def shuffled(scales, grouped):
     """Scales [n, O] in Marlin's order: by columns of an 8 x 8 square if `grouped`, else in pairs for four lanes."""
     if grouped:
         place = [i + 8 * j for i in range(8) for j in range(8)]
@@ -163,10 +150,10 @@ def shuffled(scales: Tensor, grouped: bool) -> Tensor:
     return torch.cat([part[:, place] for part in scales.split(len(place), 1)], 1)
 
 
-def marlin(group: int = 128) -> Writer:
+def marlin(group=128):
     """B, s [n, O] and workspace (locks), as AutoGPTQ packs them."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         width = weight.shape[1]
         size = width if group == -1 else group
         codes, scales, _ = integers(weight, 4, size, symmetric=True)
@@ -181,10 +168,10 @@ def marlin(group: int = 128) -> Writer:
     return write
 
 
-def qqq(group: int = 128) -> Writer:
+def qqq(group=128):
     """B, s_channel float32 [1, O], s_group float16 [n, O]; without groups, signed codes and s_channel = scale / 16."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         width = weight.shape[1]
         size = width if group == -1 else group
         codes, scales, _ = integers(weight, 4, size, symmetric=True)
@@ -207,10 +194,10 @@ def qqq(group: int = 128) -> Writer:
     return write
 
 
-def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: str = "pack-quantized") -> Writer:
+def ct_integers(bits, group, symmetric=True, layout="pack-quantized"):
     """compressed-tensors' pack-quantized and int-quantized layouts; group None: one scale per output channel."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         size = group or weight.shape[1]
         codes, scales, zeros = integers(weight, bits, size, symmetric, torch.bfloat16)
         stored = {f"{name}.weight_scale": scales}
@@ -228,10 +215,10 @@ def ct_integers(bits: int, group: int | None, symmetric: bool = True, layout: st
     return write
 
 
-def fp8(scales: str, suffix: str = "weight_scale", dtype: torch.dtype = torch.float8_e4m3fn) -> Writer:
+def fp8(scales, suffix="weight_scale", dtype=torch.float8_e4m3fn):
     """e4m3 codes with scales per "tensor", per row ("rows") or per "block" of 128x128."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         height, width = weight.shape
         largest = torch.finfo(dtype).max
         if scales == "tensor":
@@ -260,24 +247,19 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        1.0]  # fmt: skip
 
 
-def bnb_nf4(nested: bool = False, block: int = 64, storage: torch.dtype = torch.uint8) -> Writer:
+def bnb_nf4(nested=False, block=64, storage=torch.uint8):
     """Two codes per byte, the first in the upper half; absmax per block. `storage`: the type that the bytes are put in.
 
     With `nested`, absmax is stored as 8-bit codes with a scale per 256 blocks and one offset; a linear map stands in
     for the code values of bitsandbytes.
     """
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         table = torch.tensor(NF4)
         blocks = weight.reshape(-1, block)
         absmax = blocks.abs().amax(1)
-        state: dict[str, Any] = {
-            "quant_type": "nf4",
-            "blocksize": block,
-            "dtype": "bfloat16",
-            "shape": list(weight.shape),
-        }
-        stored: Tensors = {f"{name}.weight.quant_map": table}
+        state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(weight.shape)}
+        stored = {f"{name}.weight.quant_map": table}
         if nested:
             offset = absmax.mean().item()
             map_ = torch.linspace(-1, 1, 256)
@@ -302,7 +284,7 @@ def bnb_nf4(nested: bool = False, block: int = 64, storage: torch.dtype = torch.
     return write
 
 
-def bnb_int8(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+def bnb_int8(weight, name, generator):
     """int8 codes and the absmax of each row (SCB)."""
     absmax = weight.abs().amax(1)
     codes = (weight / absmax[:, None] * 127).round().to(torch.int8)
@@ -314,7 +296,7 @@ def bnb_int8(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Ten
     return stored, codes.float() * (absmax / 127.0)[:, None]
 
 
-def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+def mxfp4(weight, name, generator):
     """e2m1 codes, two per byte (the first in the low half), and e8m0 scales of blocks of 32."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     x = weight.view(weight.shape[0], -1, 32)
@@ -330,10 +312,10 @@ def mxfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
     return stored, meant
 
 
-def mlx(bits: int, group: int) -> Writer:
+def mlx(bits, group):
     """Codes in words of 32 bits, the lowest first, with a scale and a bias per group, for matrices of any name."""
 
-    def write(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    def write(weight, name, generator):
         x = weight.view(weight.shape[0], -1, group)
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         bias, scale = low.to(torch.bfloat16), ((high - low) / (2**bits - 1)).to(torch.bfloat16)
@@ -347,7 +329,7 @@ def mlx(bits: int, group: int) -> Writer:
     return write
 
 
-def modelopt_nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+def modelopt_nvfp4(weight, name, generator):
     """Like `nvfp4` under other names; the scale of the whole matrix, a scalar, multiplies."""
     stored, _ = nvfp4(weight, name, generator)
     whole = 1 / stored[f"{name}.weight_global_scale"][0]
@@ -359,7 +341,7 @@ def modelopt_nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tup
     return {f"{name}.weight": codes, f"{name}.weight_scale": scales, f"{name}.weight_scale_2": whole}, meant
 
 
-def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+def nvfp4(weight, name, generator):
     """e2m1 codes, two per byte (the first in the low half), and e4m3 scales of blocks of 16, over one float32 scale."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     x = weight.view(weight.shape[0], -1, 16)
@@ -376,9 +358,7 @@ def nvfp4(weight: Tensor, name: str, generator: torch.Generator) -> tuple[Tensor
     return stored, (values[near] * torch.where(x < 0, -1.0, 1.0) * wide).flatten(1)
 
 
-def ct_config(
-    bits: int, kind: str, strategy: str, layout: str, group: int | None = None, symmetric: bool = True, **more: Any
-) -> dict[str, Any]:
+def ct_config(bits, kind, strategy, layout, group=None, symmetric=True, **more):
     """A compressed-tensors quantization_config with one config group."""
     weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False}
     if group is not None:
@@ -387,11 +367,6 @@ def ct_config(
         weights["block_structure"] = [128, 128]
     entry = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": layout}
     return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": entry},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        **more,
-    }
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+        "config_groups": {"group_0": entry}, "ignore": ["lm_head"], "kv_cache_scheme": None, **more,
+    }  # fmt: skip

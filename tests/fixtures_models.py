@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,27 +18,27 @@ from sameseed import ops, registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
-from sameseed.models.config import ModelConfig, family, parse_config
+from sameseed.models.config import family, parse_config
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.request import SamplingParams, Sequence
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 VOCAB = 97  # odd, so that kernels also meet tiles that are not full
 
 
-def need(path: Path) -> Path:
+def need(path):
     """`path`, or skip the test with the reason."""
     if not path.exists():
         pytest.skip(f"{path.name} is not here (data beside the repository)")
     return path
 
 
-def backends() -> list[str]:
+def backends():
     """The backends that can run on this machine's CPU."""
     modules = {name: registry.load("ops", name) for name in registry.names("ops")}
     here = {name: m for name, m in modules.items() if "cpu" in getattr(m, "DEVICES", ("cpu",))}
@@ -47,19 +47,11 @@ def backends() -> list[str]:
 
 # --- checkpoints ---
 
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -70,7 +62,7 @@ LLAMA3_ROPE = {
 }
 
 
-GEMMA4: dict[str, Any] = {
+GEMMA4 = {
     "model_type": "gemma4_text",
     "head_dim": 16,
     "global_head_dim": 32,
@@ -97,41 +89,41 @@ class Variant:
     without: Callable[[Decoder], None] | None = None
 
     @property
-    def raw(self) -> dict[str, Any]:
+    def raw(self):
         """config.json in its newer form (rope_parameters)."""
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         kind = self.architecture.removesuffix("ForCausalLM").lower()
         return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
 
 
-def _no_window(model: Decoder) -> None:
+def _no_window(model):
     model.config = replace(model.config, windows=(None,) * model.config.num_layers)
 
 
-def _window_everywhere(model: Decoder) -> None:
+def _window_everywhere(model):
     window = next(w for w in model.config.windows if w is not None)
     model.config = replace(model.config, windows=(window,) * model.config.num_layers)
 
 
-def _plain_rope(model: Decoder) -> None:
+def _plain_rope(model):
     from sameseed.models.layers import rope_table
 
     model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
 
 
-def _all_rotate(model: Decoder) -> None:
+def _all_rotate(model):
     model.config = replace(model.config, still_layers=frozenset())
 
 
-def _drop(*names: str) -> Callable[[Decoder], None]:
-    def without(model: Decoder) -> None:
+def _drop(*names):
+    def without(model):
         layers = tuple(replace(layer, **dict.fromkeys(names)) for layer in model.weights.layers)
         model.weights = replace(model.weights, layers=layers)
 
     return without
 
 
-VARIANTS: dict[str, Variant] = {
+VARIANTS = {
     "llama2": Variant("LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama3": Variant(
         "LlamaForCausalLM",
@@ -176,10 +168,7 @@ VARIANTS: dict[str, Variant] = {
     "granite": Variant(
         "GraniteForCausalLM",
         {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 2.5,
+            "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 2.5,
             "rms_norm_eps": 1e-2,
         },
     ),
@@ -188,13 +177,8 @@ VARIANTS: dict[str, Variant] = {
         {
             "head_dim": 12,
             "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
             },
         },
         length=60,
@@ -233,24 +217,20 @@ VARIANTS: dict[str, Variant] = {
     "gemma4-e": Variant(  # shared keys and values; inputs of each layer
         "Gemma4ForCausalLM",
         {
-            **GEMMA4,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB,
-            "num_kv_shared_layers": 2,
+            **GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },
         length=40,
     ),
-}
+}  # fmt: skip
 
 
-def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_tensors(config, seed=0, dtype=torch.float32):
     """Weights that make every part matter: sharp attention, norms away from 1, biases away from 0, logits of size 2."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    def draw(name, shape):
         noise = torch.randn(shape, generator=generator)
         if name.endswith(("norm.weight", "layer_scalar")):
             return 1 + 0.3 * noise
@@ -261,12 +241,12 @@ def random_tensors(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
     return {name: draw(name, shape).to(dtype) for name, shape in expected_shapes(config).items()}
 
 
-def write_config(folder: Path, raw: dict[str, Any]) -> None:
+def write_config(folder, raw):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def write_checkpoint(folder: Path, variant: Variant, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def write_checkpoint(folder, variant, seed=0, dtype=torch.float32):
     """Write config.json and one safetensors file of a variant with random weights."""
     raw = {**variant.raw, "dtype": str(dtype).removeprefix("torch.")}
     write_config(folder, raw)
@@ -274,7 +254,7 @@ def write_checkpoint(folder: Path, variant: Variant, seed: int = 0, dtype: torch
     return folder
 
 
-def write_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int = 3) -> None:
+def write_shards(folder, tensors, num_shards=3):
     """Write the tensors as several files and an index."""
     names = sorted(tensors)
     weight_map = {}
@@ -286,19 +266,19 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], num_shards: int = 3) 
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
 # --- prompts, the oracle, and our model ---
 
 
-def prompt(length: int, seed: int = 1) -> list[int]:
+def prompt(length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
-def oracle(folder: Path) -> Any:
+def oracle(folder):
     """The checkpoint as `transformers` runs it: float32, eager attention."""
     transformers = pytest.importorskip("transformers")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -311,17 +291,17 @@ def oracle(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def oracle_logits(folder: Path, token_ids: Seq[int]) -> Tensor:
+def oracle_logits(folder, token_ids):
     """Logits [T, V] of every position by `transformers`."""
-    logits: Tensor = oracle(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    logits = oracle(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return logits
 
 
-def load(folder: Path, backend: str = "reference", weights: str = "auto") -> Decoder:
+def load(folder, backend="reference", weights="auto"):
     return load_model(folder, ops.resolve(backend), QuantScheme.parse(weights))
 
 
-def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def joined_experts(tensors):
     """The tensors, with those of all experts of a layer as one under the name of expert 0."""
     found = {n: t for n, t in tensors.items() if ".experts." not in n}
     for name in (n for n in tensors if ".experts.0." in n):
@@ -331,7 +311,7 @@ def joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def published_experts(tensors: dict[str, Tensor], interleaved: bool = False) -> dict[str, Tensor]:
+def published_experts(tensors, interleaved=False):
     """Experts in two tensors a layer, as checkpoints have them; `interleaved`: as gpt-oss, inputs before outputs."""
     joined, found = joined_experts(tensors), dict[str, Tensor]()
     for name, value in joined.items():
@@ -348,25 +328,23 @@ def published_experts(tensors: dict[str, Tensor], interleaved: bool = False) -> 
     return found
 
 
-def make_runner(model: Decoder, block_size: int = 16, num_blocks: int = 64, kv_format: str = "fp32") -> ModelRunner:
+def make_runner(model, block_size=16, num_blocks=64, kv_format="fp32"):
     """A runner for one sequence at a time where a model has recurrent layers, else for any number."""
     c = model.config
     states = RecurrentStates(c.state_shapes, 1) if c.state_shapes else None
     return ModelRunner(model, KVCache(c.kv_shapes, num_blocks, block_size, kv_format, states=states))
 
 
-def make_sequence(token_ids: Iterable[int], seq_id: int = 0) -> Sequence:
+def make_sequence(token_ids, seq_id=0):
     return Sequence(seq_id, list(token_ids), SamplingParams(), 0)
 
 
-def all_logits(model: Decoder, token_ids: Seq[int], kv_format: str = "fp32") -> Tensor:
+def all_logits(model, token_ids, kv_format="fp32"):
     """Logits [T, V] of every position, in one pass."""
     return whole_pass(model, token_ids, (), kv_format)[0]
 
 
-def whole_pass(
-    model: Decoder, token_ids: Seq[int], captures: tuple[int, ...], kv_format: str = "fp32"
-) -> tuple[Tensor, Tensor | None]:
+def whole_pass(model, token_ids, captures, kv_format="fp32"):
     """Logits [T, V] and captured states of every position, in one pass."""
     cache, blocks = make_runner(model, kv_format=kv_format).cache, list(range(-(-len(token_ids) // 16)))
     state = (0, 0, len(token_ids)) if cache.states else None
@@ -375,7 +353,7 @@ def whole_pass(
     return model.forward(replace(batch, logit_rows=rows), cache, captures)
 
 
-def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
+def feed(runner, seq, count):
     """Run `count` pending tokens and keep their rows; logits [1, V] if no token is left pending, else [0, V]."""
     assert runner.blocks.reserve(seq, seq.num_cached + count)
     out = runner.forward([seq], Draft.empty(1), [count])
@@ -386,30 +364,30 @@ def feed(runner: ModelRunner, seq: Sequence, count: int) -> Tensor:
 class Stored:
     """A weight source in memory; the matrices of the modules in `schemes` are stored in codes."""
 
-    def __init__(self, tensors: dict[str, Tensor], schemes: dict[str, str] | None = None) -> None:
+    def __init__(self, tensors, schemes=None):
         self.tensors = tensors
         self.schemes = {f"{m}.weight": QuantScheme.parse(text) for m, text in (schemes or {}).items()}
         self.decoded: list[str] = []
 
-    def scheme(self, name: str) -> QuantScheme | None:
+    def scheme(self, name):
         return self.schemes.get(name)
 
-    def bits(self, name: str) -> float:
+    def bits(self, name):
         raise NotImplementedError
 
-    def in_parts(self, name: str) -> bool:
+    def in_parts(self, name):
         return False
 
-    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
+    def stored(self, name, start=0, stop=None):
         return self.schemes[name].encode(self.tensors[name])
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name):
         return self.tensors[name].dtype
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name):
         return self.tensors[name]
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def rows(self, name, start, stop):
         if name not in self.schemes:
             return self.tensors[name][start:stop]
         self.decoded.append(name)
@@ -418,7 +396,7 @@ class Stored:
 
 
 @cache
-def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> Decoder:
+def tiny_model(backend, name="llama3.2", weights="fp32"):
     """A random model, without files, for tests that need any model."""
     config = parse_config(VARIANTS[name].raw)
     chosen = ops.resolve(backend)
@@ -427,9 +405,7 @@ def tiny_model(backend: str, name: str = "llama3.2", weights: str = "fp32") -> D
     return family(config.architecture)(config, weights_, chosen)
 
 
-def llama_shape(
-    hidden: int, heads: tuple[int, int, int], vocab: int = 400, inner: int = 96, layers: int = 5, tied: bool = False
-) -> ModelConfig:
+def llama_shape(hidden, heads, vocab=400, inner=96, layers=5, tied=False):
     """Config of a Llama; `heads`: query heads, KV heads, head dimension."""
     raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner}
     raw |= {"num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}

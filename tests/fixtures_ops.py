@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,14 +17,14 @@ from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
 from sameseed.scheme import KVLayer
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape, seed=0):
     """Normal noise on the default device, with the same values on every device."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return made.to(torch.get_default_device())
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def threads(count):
     """Let backends use `count` threads, afterwards one, as the test session's fixture does."""
     ops.set_num_threads(count)
     try:
@@ -42,11 +42,11 @@ class Part:
     parents: Seq[int] = ()
 
     @property
-    def kv_len(self) -> int:
+    def kv_len(self):
         return self.cached + self.pending
 
     @property
-    def stored(self) -> int:
+    def stored(self):
         return self.kv_len + len(self.parents)
 
 
@@ -60,11 +60,11 @@ class Pass:
     q: Tensor
 
 
-def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim: int) -> KVLayer:
+def empty_layer(name, num_blocks, block_size, kv_heads, dim):
     """A cache of NaN (or 77): reading a row that was never written, or belongs to no sequence, shows in the result."""
     fmt, shape = kv_oracle(name), (num_blocks, block_size, kv_heads, dim)
 
-    def poison(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def poison(shape, dtype):
         return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
 
     k, v = (poison((*shape[:3], fmt.width(dim)), fmt.kv_dtype) for _ in range(2))
@@ -73,13 +73,13 @@ def empty_layer(name: str, num_blocks: int, block_size: int, kv_heads: int, dim:
     return KVLayer(name, k, v, poison(shape[:3], torch.float32), poison(shape[:3], torch.float32))
 
 
-def flat(layer: KVLayer) -> list[Tensor]:
+def flat(layer):
     """The cache's tensors by slot."""
     tensors = (layer.k, layer.v, layer.k_scale, layer.v_scale)
     return [t.view(-1, *t.shape[2:]) for t in tensors if t is not None]
 
 
-def slot_lists(parts: Seq[Part], batch: Batch, block_size: int) -> list[list[int]]:
+def slot_lists(parts, batch, block_size):
     """The slot of each storage index, for each sequence."""
     tables = batch.block_tables.tolist()
     return [
@@ -87,15 +87,7 @@ def slot_lists(parts: Seq[Part], batch: Batch, block_size: int) -> list[list[int
     ]
 
 
-def make_pass(
-    parts: Seq[Part],
-    kv_format: str = "fp32",
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 12,
-    block_size: int = 5,
-    seed: int = 0,
-) -> Pass:
+def make_pass(parts, kv_format="fp32", heads=4, kv_heads=2, dim=12, block_size=5, seed=0):
     """A pass over sequences whose blocks are scattered in the cache."""
     needed = [-(-p.stored // block_size) for p in parts]
     free = list(range(sum(needed) + 3))
@@ -117,7 +109,7 @@ def make_pass(
     return Pass(parts, batch, layer, 2 * randn(batch.num_rows, heads, dim, seed=seed * 7 + 5))
 
 
-def visible(part: Part, row: int) -> tuple[list[int], int]:
+def visible(part, row):
     """Storage indices that a row of the part attends to, in order of position, and the row's own position."""
     if row < part.pending:
         position = part.cached + row
@@ -128,7 +120,7 @@ def visible(part: Part, row: int) -> tuple[list[int], int]:
     return [*range(part.kv_len), *nodes], part.kv_len + depths[node]
 
 
-def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
+def exact_attention(p, scale, window=None):
     """Attention of a pass by one masked softmax over all stored rows, in float64: [T, H, D]."""
     fmt = kv_oracle(p.layer.format)
     tensors = flat(p.layer)
@@ -157,7 +149,7 @@ def exact_attention(p: Pass, scale: float, window: int | None = None) -> Tensor:
     return torch.cat(out)
 
 
-def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
+def alone(p, b, row, block_size):
     """Row `row` of sequence b as the only row of a pass, with its keys in plain order in another cache."""
     part = p.parts[b]
     keys, position = visible(part, row)
@@ -174,7 +166,7 @@ def alone(p: Pass, b: int, row: int, block_size: int) -> Pass:
 
 
 @st.composite
-def passes(draw: st.DrawFn, names: Seq[str], dims: Seq[int], even: Seq[str] = ()) -> tuple[Pass, int | None]:
+def passes(draw, names, dims, even=()):
     """A random pass (chains, trees, chunks, odd head dims) and a window. `even`: formats for even head dims only."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):

@@ -1,14 +1,10 @@
 """Small evaluation sets, as files."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path, rows):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))
@@ -16,7 +12,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         path.write_text(text)
 
 
-def problem(number: int) -> dict[str, Any]:
+def problem(number):
     """A problem in HumanEval's format: add a number to another."""
     return {
         "task_id": f"Test/{number}",
@@ -27,19 +23,15 @@ def problem(number: int) -> dict[str, Any]:
     }
 
 
-def exam(number: int, category: str) -> dict[str, Any]:
+def exam(number, category):
     names = [f"option {i} of {number}" for i in range(4)]
     return {
-        "question_id": number,
-        "category": category,
-        "question": f"the sum of {number}?",
-        "options": names,
-        "answer": "ABCD"[number % 3],
-        "answer_index": number % 3,
-    }
+        "question_id": number, "category": category, "question": f"the sum of {number}?", "options": names,
+        "answer": "ABCD"[number % 3], "answer_index": number % 3,
+    }  # fmt: skip
 
 
-def write_data(folder: Path) -> Path:
+def write_data(folder):
     """Write a small set of every kind, some compressed."""
     write_rows(folder / "humaneval.jsonl.gz", [problem(n) for n in range(6)])
     sums = [{"question": f"the sum of {n}?", "answer": f"It is {n} + 1.\n#### {n + 1:,}"} for n in range(998, 1012)]

@@ -1,29 +1,24 @@
 """Shared code of the quantizer tests: tiny sources in memory, hidden states, inputs with structure."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 from fixtures_models import VARIANTS, Stored, random_tensors
 from fixtures_ops import randn
-from torch import Tensor
 
-from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.config import parse_config
 from sameseed.quantize import Stats, parse_method
-from sameseed.quantize._decoder import Block
 from sameseed.quantize._walk import Walk
 from sameseed.scheme import QuantScheme
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # groups of 32 divide all rows
 
 
-def stats_of(x: Tensor) -> Stats:
+def stats_of(x):
     return Stats.of([x], x.shape[-1])
 
 
-def correlated(rows: int, width: int, seed: int = 0) -> Tensor:
+def correlated(rows, width, seed=0):
     """Inputs [rows, width] whose channels differ in size and depend on each other, like real inputs."""
     mix = randn(width, width // 2, seed=seed)
     size = torch.exp(randn(width, seed=seed + 1))
@@ -32,26 +27,24 @@ def correlated(rows: int, width: int, seed: int = 0) -> Tensor:
     ) * size
 
 
-def source_of(name: str = "llama3.2", **settings: object) -> tuple[ModelConfig, Stored]:
+def source_of(name="llama3.2", **settings):
     """A random model of the family, in memory."""
     config = parse_config({**VARIANTS[name].raw, **settings})
     return config, Stored(random_tensors(config))
 
 
-def tokens(config: ModelConfig, rows: int = 4, length: int = 16, seed: int = 5) -> Tensor:
+def tokens(config, rows=4, length=16, seed=5):
     return torch.randint(3, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def walk_of(
-    config: ModelConfig, source: Stored, method: str, scheme: str, ids: Tensor, options: dict[str, object] | None = None
-) -> Walk:
+def walk_of(config, source, method, scheme, ids, options=None):
     """A walk at the first layer, with the hidden states of `ids` [B, S]."""
     pipeline = parse_method(method, options or {}, seed=3)
     rows = pipeline.embedding(source.tensor("model.embed_tokens.weight").float())
     return Walk(config, source, pipeline, QuantScheme.parse(scheme), rows[ids])
 
 
-def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> Tensor:
+def logits_of(walk, source, ids, blocks):
     """Logits [B, S, V] of blocks from a walk, with the embedding, last norm and head that its methods ask for."""
     tied = walk.config.tied_embeddings
     embedding = source.tensor("model.embed_tokens.weight").float()
@@ -63,7 +56,7 @@ def logits_of(walk: Walk, source: Stored, ids: Tensor, blocks: list[Block]) -> T
     return walk.decoder.norm(h, walk.pipeline.last_norm(norm)) @ walk.pipeline.head(head, norm).T
 
 
-def write_text(path: Path, documents: int = 12) -> Path:
+def write_text(path, documents=12):
     """Write a calibration file of made-up text."""
     words = "the sum of all parts is a whole loop ends when list empty def add".split()  # noqa: SIM905
     order = torch.randint(0, len(words), (documents, 60), generator=torch.Generator().manual_seed(7)).tolist()

@@ -41,7 +41,6 @@ class Server:
         self.url = str(self.wait_log("listening")["url"])
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             try:
                 entry = json.loads(line)

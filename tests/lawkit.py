@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +13,6 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 from sameseed import ops, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble
-from sameseed.engine.engine import Engine
 from sameseed.laws import trial
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.block import BlockHead
@@ -25,12 +21,10 @@ from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
-from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import expected_shapes
-from sameseed.request import Completion, Request, SamplingParams, Sequence
+from sameseed.request import Request, SamplingParams
 from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import derive_seed
 from sameseed.tokenizer import Tokenizer
 
@@ -40,34 +34,21 @@ MAX_LEN = 256
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # Changes to the config of `write_model` that make a model of another family.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "tie_word_embeddings": False,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 20,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False, "query_pre_attn_scalar": 8,
+        "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"],
     },
     "gemma4": {
-        "architectures": ["Gemma4ForCausalLM"],
-        "tie_word_embeddings": False,
-        "num_hidden_layers": 4,
-        "sliding_window": 20,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "global_head_dim": 16,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": MODEL_VOCAB,
+        "architectures": ["Gemma4ForCausalLM"], "tie_word_embeddings": False, "num_hidden_layers": 4,
+        "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": MODEL_VOCAB,
         "final_logit_softcapping": 30.0,
     },
     "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0],
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
@@ -77,36 +58,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
             "truncate": False,
         },
     },
     "qwen3_5": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 5,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 5, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "rms_norm_eps": 1e-6,
-        "mtp_num_hidden_layers": 1,
+        "rms_norm_eps": 1e-6, "mtp_num_hidden_layers": 1,
     },
-}
+}  # fmt: skip
 FAMILIES["qwen3_5_moe"] = {
-    **FAMILIES["qwen3_5"],
-    "architectures": ["Qwen3_5MoeForCausalLM"],
-    "model_type": "qwen3_5_moe_text",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 24,
-}
+    **FAMILIES["qwen3_5"], "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 DRAFTERS = [n for n in registry.names("drafters") if n != "assistant"]  # that drafts for a Gemma 4 only
 WORDS = (
     "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "
@@ -126,7 +92,7 @@ class Pair:
     block: BlockHead | None = None
 
 
-def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
+def write_tokenizer(folder, size=TOKENIZER_SIZE):
     """A byte-level BPE tokenizer with an end token, small enough that most words take several tokens."""
     backend = HFTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -141,27 +107,17 @@ def write_tokenizer(folder: Path, size: int = TOKENIZER_SIZE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
 
 
-def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any) -> None:
+def write_model(folder, seed=0, noise=0.0, **changes):
     """Write a random Llama as a Hugging Face folder. `noise` mixes in other weights: a draft that often agrees.
 
     The LM head is scaled so that a few logits stand out: sampled text is neither noise nor constant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": MODEL_VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": MAX_LEN,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "eos_token_id": EOS,
-        **changes,
-    }
+        "architectures": ["LlamaForCausalLM"], "vocab_size": MODEL_VOCAB, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": EOS, **changes,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     own, other = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
     tensors = {}
@@ -176,7 +132,7 @@ def write_model(folder: Path, seed: int = 0, noise: float = 0.0, **changes: Any)
     write_tokenizer(folder)
 
 
-def advance(r: ModelRunner, seq: Sequence, text: Seq[int], known: int, drafted: int, kept: int) -> torch.Tensor:
+def advance(r, seq, text, known, drafted, kept):
     """One pass: `known` tokens of the text, then a draft of which `kept` tokens are right; logits [1 + kept, V]."""
     end = seq.num_cached + known
     seq.token_ids = list(text[:end])
@@ -192,7 +148,7 @@ NO_GPU = "there is no CUDA GPU here: the laws are tested on the CPU alone"
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-def load_pair(target: Path, draft: Path, backend: str = "auto", weights: str = "auto", device: str = "cpu") -> Pair:
+def load_pair(target, draft, backend="auto", weights="auto", device="cpu"):
     """The pair in a number format, with its models on a device."""
     chosen, quant = ops.resolve(backend, device), QuantScheme.parse(weights)
     low = load_model(target, chosen, QuantScheme.parse("int8"), device=device)
@@ -214,13 +170,13 @@ BELOW = {
 }
 
 
-def below_of(method: str) -> tuple[SpecConfig, ...]:
+def below_of(method):
     """Levels below a drafter: those in BELOW, else as many n-gram drafters as it needs at least."""
     least = 0 if method == "none" else registry.load("drafters", method).DRAFTER.num_below[0]
     return BELOW.get(method, (SpecConfig("ngram", num_draft_tokens=3),) * least)
 
 
-def models_of(spec: SpecConfig, pair: Pair, target: Decoder) -> list[Decoder | EagleHead | BlockHead]:
+def models_of(spec, pair, target):
     """The models that the drafters of a SpecConfig own, for all levels. A head always belongs to the target."""
     drafter = None if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER
     if drafter is not None and drafter.owns == "head":
@@ -234,24 +190,24 @@ def models_of(spec: SpecConfig, pair: Pair, target: Decoder) -> list[Decoder | E
 
 
 def make_engine(
-    pair: Pair,
-    method: str = "none",
-    k: int = 4,
-    confidence: float | None = None,
+    pair,
+    method="none",
+    k=4,
+    confidence=None,
     *,
-    options: dict[str, object] | None = None,
-    rows: int = 512,
-    seqs: int = 8,
-    block: int = 16,
-    tokens: int = 4096,
-    kv: str = "fp32",
-    max_len: int | None = None,
-    drafter: Drafter | None = None,
-    below: tuple[SpecConfig, ...] | None = None,
-    policy: str = "fixed",
-    target: ModelRunner | None = None,
-    pass_ms: float = 100.0,
-) -> Engine:
+    options=None,
+    rows=512,
+    seqs=8,
+    block=16,
+    tokens=4096,
+    kv="fp32",
+    max_len=None,
+    drafter=None,
+    below=None,
+    policy="fixed",
+    target=None,
+    pass_ms=100.0,
+):
     """An Engine of loaded models, on their device; its cache holds `tokens`. `drafter` replaces that of `method`."""
     device = str(pair.target.device)
     under = below_of(method) if below is None else below
@@ -274,13 +230,7 @@ def make_engine(
     return engine if drafter is None else trial.draft_with(engine, drafter, k)
 
 
-def run(
-    engine: Engine,
-    prompts: Seq[Seq[int]],
-    params: SamplingParams | Seq[SamplingParams],
-    alone: bool = False,
-    streamed: bool = False,
-) -> list[Completion]:
+def run(engine, prompts, params, alone=False, streamed=False):
     """Run all prompts together, or one by one if `alone`; completions by prompt and index. Checks law 3 at the end."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     requests = [
@@ -293,25 +243,25 @@ def run(
     return done
 
 
-def finished(engine: Engine) -> dict[tuple[str, int], Completion]:
+def finished(engine):
     """Run an engine until it has no work; completions by request and index."""
-    done: dict[tuple[str, int], Completion] = {}
+    done = {}
     while engine.has_work:
         done |= {(d.request_id, d.index): d.completion for d in engine.step() if d.completion is not None}
     return done
 
 
-def texts(completions: Seq[Completion]) -> list[tuple[int, ...]]:
+def texts(completions):
     """The token ids, which law 1 compares."""
     return [c.token_ids for c in completions]
 
 
-def assert_nothing_left(engine: Engine) -> None:
+def assert_nothing_left(engine):
     """Law 3: every block of target and draft is free exactly once, and no request is remembered."""
     assert trial.leaks(engine) == []
 
 
-def random_prompts(count: int, seed: int = 0, longest: int = 48, vocab_size: int = TOKENIZER_SIZE) -> list[list[int]]:
+def random_prompts(count, seed=0, longest=48, vocab_size=TOKENIZER_SIZE):
     """Token ids, lengths 1 to `longest`, with repeated phrases (so that the n-gram drafter finds something)."""
     rng = random.Random(seed)
     prompts = []

@@ -9,10 +9,10 @@ from sameseed.request import SamplingParams, Sequence
 
 Row = tuple[str, tuple[int, ...]]  # what a row depends on: its tenant, and all tokens up to this one
 SALTS = ("", "a", "\udcff")  # the last: bytes of a command line that are no UTF-8
-WRONG_GUESS: Row = ("nobody", ())
+WRONG_GUESS = ("nobody", ())
 MAX_SEQS, MAX_TOKENS = 5, 20
 # Actions, and the ranges of their arguments.
-ACTIONS: dict[str, dict[str, tuple[int, int]]] = {
+ACTIONS = {
     "add": {"salt": (0, 2), "length": (1, 14), "other": (0, 15)},
     "start": {"which": (0, 4)},
     "adopt": {"which": (0, 4)},
@@ -28,21 +28,21 @@ ACTIONS: dict[str, dict[str, tuple[int, int]]] = {
 WEIGHTS = (3, 3, 3, 3, 1, 2, 1, 1, 1, 1)
 
 
-def tokens_of(bits: int, length: int) -> list[int]:
+def tokens_of(bits, length):
     return [bits >> i & 1 for i in range(length)]
 
 
 class Watched:
     """Sequences of a few tokens and tenants start, compute, guess, take back, leave and fail in a small cache."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks, block_size):
         self.blocks = BlockManager(num_blocks, block_size)
         self.memory: dict[int, Row] = {}  # by slot
         self.seqs: list[Sequence] = []
         self.failed: set[Row] = set()  # last rows of blocks that must not be found again
         self.num_added = self.num_saved = 0
 
-    def act(self, name: str, **numbers: int) -> None:
+    def act(self, name, **numbers):
         """Do one action if it is possible, then check all rows and blocks."""
         which = numbers.pop("which", None)
         if which is None:
@@ -52,21 +52,21 @@ class Watched:
         self.check_rows()
         self.check_blocks()
 
-    def add(self, salt: int, length: int, other: int) -> None:
+    def add(self, salt, length, other):
         """Add a text of zeros with perhaps one 1, so that most texts share a prefix and look alike after it."""
         if len(self.seqs) < MAX_SEQS:
             tokens = [int(i == other) for i in range(length)]
             self.seqs.append(Sequence(self.num_added, tokens, SamplingParams(), 0, SALTS[salt]))
             self.num_added += 1
 
-    def start(self, seq: Sequence) -> None:
+    def start(self, seq):
         """Do what the scheduler does: start the sequence if it fits, then compute all its rows as certain ones."""
         if not seq.blocks and self.blocks.fits(seq, len(seq)):
             self.adopt(seq)
             assert self.blocks.reserve(seq, len(seq)), "it was said to fit"
             self.compute(seq, len(seq), 0, 1)
 
-    def adopt(self, seq: Sequence) -> None:
+    def adopt(self, seq):
         before = seq.num_cached
         fits = self.blocks.fits(seq, len(seq)) if not seq.blocks else None
         saved = self.blocks.adopt(seq)
@@ -79,7 +79,7 @@ class Watched:
         if fits is not None:
             assert self.blocks.reserve(seq, len(seq)) == fits
 
-    def compute(self, seq: Sequence, count: int, guessed: int, certain: int) -> None:
+    def compute(self, seq, count, guessed, certain):
         """Store pending rows, and behind them rows of guesses that turn out wrong."""
         start, end = seq.num_cached, min(seq.num_cached + count, len(seq))
         before, limit = list(seq.blocks), self.blocks.reservable(seq)
@@ -96,11 +96,11 @@ class Watched:
             self.blocks.enter(seq, end)
             self.failed -= {self.row(seq, i) for i in range(end)}  # these rows were computed again
 
-    def grow(self, seq: Sequence, length: int, bits: int) -> None:
+    def grow(self, seq, length, bits):
         if len(seq) + length <= MAX_TOKENS:
             seq.token_ids += tokens_of(bits, length)
 
-    def take_back(self, seq: Sequence, keep: int, length: int, bits: int) -> None:
+    def take_back(self, seq, keep, length, bits):
         """Replace the tokens after `keep`, as in a drafter's copy of a sequence after wrong guesses."""
         if keep < len(seq) and keep + length <= MAX_TOKENS:
             del seq.token_ids[keep:]
@@ -108,42 +108,42 @@ class Watched:
             assert seq.num_cached <= keep
             seq.token_ids += tokens_of(bits, length)
 
-    def compute_again(self, seq: Sequence, keep: int) -> None:
+    def compute_again(self, seq, keep):
         self.blocks.rewind(seq, keep)
         assert seq.num_cached <= keep
 
-    def trim(self, seq: Sequence) -> None:
+    def trim(self, seq):
         before = list(seq.blocks)
         self.blocks.trim(seq, len(seq))
         assert seq.blocks == before[: -(-len(seq) // self.blocks.block_size)]
 
-    def release(self, seq: Sequence, leaves: int) -> None:
+    def release(self, seq, leaves):
         self.blocks.release(seq)
         assert (seq.blocks, seq.num_cached) == ([], 0)
         if leaves:
             self.seqs.remove(seq)
 
-    def fail(self, seq: Sequence) -> None:
+    def fail(self, seq):
         size = self.blocks.block_size
         self.failed |= {self.row(seq, i) for i in range(size - 1, len(seq.digests) * size, size)}
         self.blocks.forget(seq)
         self.release(seq, 1)
 
-    def row(self, seq: Sequence, i: int) -> Row:
+    def row(self, seq, i):
         """What row i of a sequence should hold."""
         return seq.tenant, tuple(seq.token_ids[: i + 1])
 
-    def slot(self, seq: Sequence, i: int) -> int:
+    def slot(self, seq, i):
         size = self.blocks.block_size
         return seq.blocks[i // size] * size + i % size
 
-    def check_rows(self) -> None:
+    def check_rows(self):
         """Check that each cached row holds its own data: no others' tokens, no guesses, no data of a reused block."""
         for seq in self.seqs:
             for i in range(seq.num_cached):
                 assert self.memory[self.slot(seq, i)] == self.row(seq, i)
 
-    def check_blocks(self) -> None:
+    def check_blocks(self):
         blocks = self.blocks
         held = [b for seq in self.seqs for b in seq.blocks]
         free = blocks.free_blocks
@@ -159,13 +159,13 @@ class Watched:
                 assert held.count(b) == 1, "what may be written is nobody else's"
                 assert b not in blocks.prefixes
 
-    def leave(self) -> None:
+    def leave(self):
         for seq in self.seqs:
             self.blocks.release(seq)
         assert sorted(self.blocks.free_blocks) == list(range(self.blocks.num_blocks))
 
 
-def shake(rounds: int, seed: int = 0, steps: int = 60) -> int:
+def shake(rounds, seed=0, steps=60):
     """Run random work on `rounds` caches; returns the number of rows that were shared."""
     rng, saved = random.Random(seed), 0
     for _ in range(rounds):

@@ -1,22 +1,16 @@
 """The contract of every drafter in the registry, also new ones; law 1 is in test_families.py."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from lawkit import DRAFTERS, SAMPLED, Pair, assert_nothing_left, below_of, make_engine, random_prompts, run
+from lawkit import DRAFTERS, SAMPLED, assert_nothing_left, below_of, make_engine, random_prompts, run
 
 from sameseed import registry
 from sameseed.config import SpecConfig
-from sameseed.engine.engine import Engine
 from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, goes_ahead, parse_options
 from sameseed.spec.step import decode_step
 
@@ -25,26 +19,26 @@ TREES = [f"{n} with siblings" for n in NAMES if hasattr(registry.load("drafters"
 pytestmark = pytest.mark.parametrize("name", [*NAMES, *TREES])
 
 
-def engine_for(pair: Pair, name: str, **settings: Any) -> Engine:
+def engine_for(pair, name, **settings):
     """An engine with a drafter, given as its name or as its name "with siblings"."""
     return make_engine(pair, name.split(" ")[0], options=options_of(name), **settings)
 
 
-def options_of(name: str) -> dict[str, Any]:
+def options_of(name):
     return {"siblings": 2} if name in TREES else {}
 
 
 @pytest.fixture
-def engine(pair: Pair, name: str) -> Engine:
+def engine(pair, name):
     return engine_for(pair, name, k=6)
 
 
-def some_sequences() -> list[Sequence]:
+def some_sequences():
     asked = [SamplingParams(), SamplingParams(**SAMPLED), SamplingParams(temperature=1.0, frequency_penalty=0.5)]
     return [Sequence(i, p, asked[i % 3], i) for i, p in enumerate([*random_prompts(5), [7] * 30])]
 
 
-def rounds(engine: Engine, seqs: list[Sequence], num_draft: list[int], count: int = 8) -> Iterator[Draft]:
+def rounds(engine, seqs, num_draft, count=8):
     """Run rounds of the sequences as the engine does; yields each draft."""
     for seq, k in zip(seqs, num_draft):
         assert engine.runner.blocks.reserve(seq, len(seq) + (count + 1) * (k + 1))
@@ -52,7 +46,7 @@ def rounds(engine: Engine, seqs: list[Sequence], num_draft: list[int], count: in
         yield decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], num_draft)[0]
 
 
-def test_class_and_options(name: str) -> None:
+def test_class_and_options(name):
     draft_class = registry.load("drafters", name.split(" ")[0]).DRAFTER
     assert issubclass(draft_class, Drafter)
     assert draft_class.__doc__
@@ -67,7 +61,7 @@ def test_class_and_options(name: str) -> None:
         parse_options(draft_class, {"nonsense": 1})
 
 
-BAD_OPTIONS: dict[str, list[dict[str, Any]]] = {
+BAD_OPTIONS = {
     "ngram": [{"min_ngram": 0}, {"min_ngram": 3, "max_ngram": 2}, {"max_ngram": 33}],
     "suffix": [
         *({"min_match": 0}, {"min_match": 5, "max_match": 4}, {"length_factor": 0.0}, {"min_probability": 1.5}),
@@ -78,14 +72,14 @@ BAD_OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_options_out_of_range_are_refused(name: str) -> None:
+def test_options_out_of_range_are_refused(name):
     options = registry.load("drafters", name.split(" ")[0]).DRAFTER.Options
     for bad in BAD_OPTIONS.get(name, []):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             options(**bad)
 
 
-def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) -> None:
+def test_who_may_branch_says_so_before_it_is_built(engine, name):
     """A drafter that may return trees says so before it is built; all others return chains."""
     method, drafter = name.split(" ")[0], engine.drafter
     assert Level.of(SpecConfig(method, options=options_of(name), below=below_of(method))).branches == drafter.branches
@@ -96,10 +90,10 @@ def test_who_may_branch_says_so_before_it_is_built(engine: Engine, name: str) ->
             assert drafter.branches or parents == list(range(-1, len(parents) - 1))
 
 
-def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
+def test_who_heeds_confidence_says_so(pair, name, monkeypatch):
+    asked = []
 
-    def least(policy: ConfidenceLength) -> float:
+    def least(policy):
         asked.append(policy.threshold)
         return policy.threshold
 
@@ -109,7 +103,7 @@ def test_who_heeds_confidence_says_so(pair: Pair, name: str, monkeypatch: pytest
     assert bool(asked) == Level.of(SpecConfig(method, below=below_of(method))).heeds_confidence
 
 
-def test_drafts_are_well_formed(engine: Engine, name: str) -> None:
+def test_drafts_are_well_formed(engine, name):
     num_draft = [0, 1, 2, 6, 64, 6]
     most = 0
     for draft in rounds(engine, some_sequences(), num_draft, count=3):
@@ -128,7 +122,7 @@ def test_drafts_are_well_formed(engine: Engine, name: str) -> None:
     assert most > 2, "some guess was made"
 
 
-def test_propose_leaves_the_sequences_alone(engine: Engine, name: str) -> None:
+def test_propose_leaves_the_sequences_alone(engine, name):
     seqs = some_sequences()
     for _ in rounds(engine, seqs, [3] * 6, count=2):
         pass
@@ -142,7 +136,7 @@ def test_propose_leaves_the_sequences_alone(engine: Engine, name: str) -> None:
     assert first.parents.tolist() == again.parents.tolist()
 
 
-def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: str) -> None:
+def test_a_guess_does_not_depend_on_company(engine, pair, name):
     """Not a law, since a draft may be anything, but it makes the acceptance rate in a batch the same as alone."""
     seqs = some_sequences()
     together = engine.drafter.propose(seqs, [5] * 6)
@@ -151,7 +145,7 @@ def test_a_guess_does_not_depend_on_company(engine: Engine, pair: Pair, name: st
         assert alone.nodes(0) == together.nodes(b)
 
 
-def test_sequences_come_and_go(engine: Engine, name: str) -> None:
+def test_sequences_come_and_go(engine, name):
     """Sequences are preempted, left out for rounds and released: the drafter keeps up, and forgets what is released."""
     seqs = some_sequences()
     for _ in rounds(engine, seqs, [4] * 6, count=2):
@@ -169,7 +163,7 @@ def test_sequences_come_and_go(engine: Engine, name: str) -> None:
     assert_nothing_left(engine)
 
 
-def test_going_ahead(engine: Engine, pair: Pair, name: str) -> None:
+def test_going_ahead(engine, pair, name):
     """Guessing during the target's pass leaves the target's cache alone and does not change later drafts."""
     seqs, others = some_sequences(), some_sequences()
     still = engine_for(pair, name, k=6)
@@ -197,7 +191,3 @@ def test_going_ahead(engine: Engine, pair: Pair, name: str) -> None:
         engine.drafter.release(seq)
         engine.runner.blocks.release(seq)
     assert_nothing_left(engine)
-
-
-def test_no_sequences(engine: Engine, name: str) -> None:
-    assert engine.drafter.propose([], []).num_seqs == 0

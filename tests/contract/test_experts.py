@@ -1,14 +1,11 @@
 """Mixtures of experts on every backend: values of a float64 formula, rows that do not depend on others, ties."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from fixtures_models import backends
 from fixtures_ops import Part, exact_attention, make_pass, randn, threads
-from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.ops import ExpertWeights, normed_rows, parted, plain_rows
@@ -21,10 +18,10 @@ FORMATS = ["fp32", "bf16", "w4a8-g32", "w8a8", "q4_k-a8", "q6_k-a8", "q5_0-a8", 
 every_backend = pytest.mark.parametrize("backend", backends())
 
 
-def mixture(backend: str, name: str, limit: float | None = None, biased: bool = False, seed: int = 0) -> ExpertWeights:
+def mixture(backend, name, limit=None, biased=False, seed=0):
     quant, table = QuantScheme.parse(name), ops.resolve(backend)
 
-    def stack(rows: int, columns: int, at: int) -> tuple:
+    def stack(rows, columns, at):
         return parted(table.encode(randn(E * rows, columns, seed=at) / columns**0.5, quant), E)
 
     biases = [randn(E, n, seed=seed + n + 1) if biased else None for n in (1, 2 * F, C)]
@@ -35,10 +32,10 @@ def mixture(backend: str, name: str, limit: float | None = None, biased: bool = 
     )
 
 
-def formula(w: ExpertWeights, x: Tensor, table: ops.Ops) -> Tensor:
+def formula(w, x, table):
     """A row at a time in float64, of decoded weights."""
 
-    def dense(m: object) -> Tensor:
+    def dense(m):
         plain = table.unpack(m)
         return scheme.get(plain.format).decode(plain).double()
 

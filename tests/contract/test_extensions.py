@@ -1,16 +1,11 @@
 """One's own drafter is a file, an installed package or an object: the guide's examples as printed."""
 
-from __future__ import annotations
-
-import ast
 import importlib.util
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_formats import forget
@@ -49,11 +44,11 @@ sys.exit(main(["generate", "1 1 1 1 1 1 1 1", "--draft", "ngram > writer", "--ma
 
 
 @pytest.fixture(scope="module")
-def plain() -> str:
+def plain():
     return LLM("embedded").generate(PROMPT, PARAMS)[0].text
 
 
-def as_files(folder: Path) -> None:
+def as_files(folder):
     """A copy of the package, by links, with the example drafters as additional files."""
     package = folder / "sameseed"
     (package / "drafters").mkdir(parents=True)
@@ -67,7 +62,7 @@ def as_files(folder: Path) -> None:
         (package / "drafters" / f"{name}.py").write_text(code)
 
 
-def as_package(folder: Path, name: str = "guesses", entries: tuple[str, ...] = ("repeat", "writer")) -> None:
+def as_package(folder, name="guesses", entries=("repeat", "writer")):
     """Write an installed package whose entry points name the example drafters."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").touch()
@@ -81,7 +76,7 @@ def as_package(folder: Path, name: str = "guesses", entries: tuple[str, ...] = (
 
 
 @pytest.mark.parametrize("install", [as_files, as_package])
-def test_one_file_is_a_drafter(install: Any, tmp_path: Path, plain: str) -> None:
+def test_one_file_is_a_drafter(install, tmp_path, plain):
     assert set(CODES) == {"repeat", "writer"}
     install(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
@@ -91,7 +86,7 @@ def test_one_file_is_a_drafter(install: Any, tmp_path: Path, plain: str) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
+def test_an_object_is_a_drafter(tmp_path, plain):
     classes = {}
     for name, code in CODES.items():
         (tmp_path / f"{name}.py").write_text(code)
@@ -112,11 +107,11 @@ def test_an_object_is_a_drafter(tmp_path: Path, plain: str) -> None:
     with pytest.raises(ConfigError, match="needs a draft model"):
         LLM("embedded", draft=writer)
     with pytest.raises(ConfigError, match="text, a SpecConfig or a Drafter"):
-        LLM("embedded", draft=3)  # type: ignore[arg-type]
+        LLM("embedded", draft=3)
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site(tmp_path, monkeypatch):
     """A folder in which packages are found. The registry's caches are cleared before and after the test."""
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -134,14 +129,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ({"one": ("mine",), "two": ("mine",)}, "package '(one|two)' and package '(one|two)'"),
     ],
 )
-def test_a_name_that_is_taken(entries: dict[str, tuple[str, ...]], said: str, site: Path) -> None:
+def test_a_name_that_is_taken(entries, said, site):
     for name, own in entries.items():
         as_package(site, name, own)
     with pytest.raises(RegistryError, match=said):
         registry.names("drafters")
 
 
-def test_an_entry_that_cannot_be_loaded(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_that_cannot_be_loaded(site, caplog):
     as_package(site, "broken", ("gone",))
     (site / "broken" / "repeat.py").write_text("1 / 0")
     assert "gone" in registry.names("drafters"), "nothing is loaded by its name alone"
@@ -150,16 +145,3 @@ def test_an_entry_that_cannot_be_loaded(site: Path, caplog: pytest.LogCaptureFix
     known = registry.loaded("drafters")
     assert "ngram" in known and "gone" not in known, "the others work without it"
     assert "package 'broken' gives drafters 'gone'" in caplog.text and "it is left out" in caplog.text
-
-
-def test_engine_and_commands_name_no_drafter() -> None:
-    """No constant there is a drafter's name and no drafter is imported: drafters declare what they need."""
-    named = set()
-    for file in (f for folder in ("engine", "cli") for f in (PACKAGE / folder).glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and node.value in registry.names("drafters"):
-                named.add((file.parent.name, node.value))
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            assert not re.match(r"sameseed\.drafters\.[a-z]", module or ""), f"{file.name} imports {module}"
-    # Drafts that are taken where none is said, and the role of a chat.
-    assert named == {("cli", name) for name in ("ngram", "suffix", "mtp", "assistant")}

@@ -1,11 +1,7 @@
 """Laws 1 and 3 of every family of models, with every drafter, in the cases that broke others."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import lawkit
 import pytest
@@ -13,7 +9,7 @@ import torch
 from fixtures_block import fit_block
 from fixtures_eagle import fit_head
 from fixtures_models import make_runner
-from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, make_engine, random_prompts, run, texts
 
 from conftest import DRAFT_NOISE
 from sameseed import ops
@@ -30,7 +26,7 @@ CALL = {"type": "object", "properties": {"name": {"enum": ["list", "sum"]}, "arg
 
 
 @pytest.fixture(scope="module", params=lawkit.FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     """A tiny target, a draft model that often agrees with it, and both kinds of heads."""
     root = tmp_path_factory.mktemp(request.param)
     lawkit.write_model(root / "target", **lawkit.FAMILIES[request.param])
@@ -42,12 +38,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Pair:
+def pair(folder):
     return lawkit.load_pair(folder / "target", folder / "draft")
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_rows_have_the_same_bits_in_every_pass(folder: Path, backend: str) -> None:
+def test_rows_have_the_same_bits_in_every_pass(folder, backend):
     """Chunks of a prompt with drafts, kept, rejected whole or behind a block's end; then a round without; a used slot.
 
     Each round: known tokens, drafted ones, kept ones. Blocks end after 16, 32 and 48 tokens.
@@ -69,7 +65,7 @@ def test_rows_have_the_same_bits_in_every_pass(folder: Path, backend: str) -> No
 
 @pytest.mark.parametrize("name", lawkit.DRAFTERS)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_law_1(pair: Pair, name: str, sampling: dict[str, Any]) -> None:
+def test_law_1(pair, name, sampling):
     """Batches of mixed lengths with chunked prompts and too few blocks, against each prompt alone.
 
     Where a drafter can, it drafts ahead: then preemption also strikes between a draft and its verification.
@@ -90,14 +86,14 @@ class SomeRight(lawkit.TreeDrafter):
 
     branches = False
 
-    def _tree(self, seq: Sequence, num_draft: int) -> tuple[list[int], list[int]]:
+    def _tree(self, seq, num_draft):
         length, wrong = self.random.randint(0, num_draft), self.random.randrange(4)
         chain = [*self.answer(seq)[: max(0, length - wrong)], *[1] * wrong][:length]
         return chain, list(range(-1, len(chain) - 1))
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dict[str, Any]) -> None:
+def test_rows_of_other_lengths_preemption_and_an_abort(pair, sampling):
     """Drafts differ in length from row to row and round to round; a slot and blocks are used again after an abort."""
     prompts = random_prompts(5, seed=7)
     params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **sampling)
@@ -114,7 +110,7 @@ def test_rows_of_other_lengths_preemption_and_an_abort(pair: Pair, sampling: dic
         assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
 
 
-def test_texts_that_begin_alike_share_their_beginning(pair: Pair) -> None:
+def test_texts_that_begin_alike_share_their_beginning(pair):
     """Turns of a chat and other texts, one after the other and together, against each in an engine of its own."""
     params, start = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **SAMPLED), TEXT[:42]
     turn = [*start, *texts(run(make_engine(pair), [start], params))[0], *TEXT[7:20]]
@@ -126,7 +122,7 @@ def test_texts_that_begin_alike_share_their_beginning(pair: Pair) -> None:
         assert engine.scheduler.blocks.prefixes.hits.num_hits > (100 if alone else 0)
 
 
-def test_json_and_calls_of_50_prompts(pair: Pair) -> None:
+def test_json_and_calls_of_50_prompts(pair):
     """JSON of a schema, and calls behind a mark: valid, and the same with drafts as without."""
     words = Matching(vocabulary(pair.tokenizer, lawkit.MODEL_VOCAB, [lawkit.EOS]))
     schema = json.dumps(CALL | {"required": ["name", "arguments"], "additionalProperties": False})

@@ -1,10 +1,6 @@
 """The contract of every number format, in one body for all, including the format that docs/extend.md prints."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import fixtures_formats
 import pytest
@@ -12,12 +8,11 @@ import torch
 from fixtures_models import backends
 from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 from sameseed import ops, registry, scheme
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.ops import gated_rows, normed_rows, plain_rows
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 FORMATS = {n: scheme.get(n) for n in registry.names("formats")} | {"ternary": fixtures_formats.FORMAT}
 NAMES = [n for n, f in FORMATS.items() if f.weights]
@@ -28,12 +23,12 @@ K = 256  # a multiple of any group size
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def installed(tmp_path_factory):
     with fixtures_formats.installed(tmp_path_factory.mktemp("site")):
         yield
 
 
-def variants(name: str) -> list[str]:
+def variants(name):
     """A format as schemes may name it: plain, with its variants, with groups, with zero points."""
     options = FORMATS[name].options
     own = ["", *(f"-{v}" for v in sorted(options - scheme.OPTIONS))]
@@ -48,30 +43,30 @@ every_format = pytest.mark.parametrize("name", [v for n in NAMES for v in varian
 class Variant:
     """The format of a scheme; `encode` uses the scheme's settings."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.scheme = QuantScheme.parse(name)
         self.format = scheme.get(self.scheme.weights)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.format, name)
 
-    def encode(self, weight: Tensor) -> QuantTensor:
+    def encode(self, weight):
         return self.scheme.encode(weight)
 
     @property
-    def loss(self) -> float:
+    def loss(self):
         """Largest allowed root mean square error, relative to the weights, for codes of so few bits."""
         return max(0.2, 2.4 / 2**self.format.bits)
 
-    def decode(self, q: QuantTensor) -> Tensor:
+    def decode(self, q):
         return scheme.get(q.format).decode(q)  # a format with `-auto` may have chosen another one
 
     @property
-    def rows_alone(self) -> bool:
+    def rows_alone(self):
         return self.scheme.rows_together == 1
 
 
-def same(a: QuantTensor, b: QuantTensor) -> bool:
+def same(a, b):
     return (
         (a.format, a.shape, a.parts.keys()) == (b.format, b.shape, b.parts.keys())
         and all(a.parts[p].dtype == b.parts[p].dtype for p in a.parts)
@@ -79,7 +74,7 @@ def same(a: QuantTensor, b: QuantTensor) -> bool:
     )
 
 
-def staircase(decoded: Tensor, x: Tensor, slack: float) -> None:
+def staircase(decoded, x, slack):
     """Check values x [S] against their decoded values: each must have become the nearest one of all decoded values."""
     levels = decoded.unique()
     nearest = (x[:, None] - levels[None, :]).abs().amin(1)
@@ -95,7 +90,7 @@ def staircase(decoded: Tensor, x: Tensor, slack: float) -> None:
 
 
 @every_format
-@pytest.mark.parametrize("size", [1.0, 1e-3, 300.0])
+@pytest.mark.parametrize("size", [1e-3, 300.0])
 def test_weights_are_rounded_to_nearest(name, size):
     """One number sweeps its range. The other numbers, and so the scales of most formats, stay the same."""
     fmt = Variant(name)
@@ -129,8 +124,9 @@ def test_stored_values_stay_under_a_second_encoding(name):
 
 
 @every_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, K), (7, K), (33, 2 * K)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, K), torch.float32), ((7, K), torch.bfloat16), ((33, 2 * K), torch.float16)], ids=str
+)
 def test_shape_and_bytes(shape, dtype, name):
     weight = randn(*shape).to(dtype)
     q = Variant(name).encode(weight)
@@ -195,7 +191,7 @@ def test_checkpoint_and_back(name, tmp_path):
     assert same(read, q) or "dq" in name  # double-quantized scales of bitsandbytes are read as plain ones
 
 
-def damages(t: Tensor) -> list[Tensor]:
+def damages(t):
     """The tensor with wrong sizes, dimensions and types."""
     flat = t.flatten()
     shapes = [flat, flat[:0], flat[:1], t[None], torch.cat([t, t]), t[..., :0], t.new_zeros(()), torch.cat([t, t], -1)]
@@ -291,7 +287,7 @@ def test_packed_weights_are_refused_not_misread(name):
 
 @every_format
 @pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("shape", [(32, K), (33, K), (1, 2 * K), (70, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(33, K), (1, 2 * K), (70, 40)], ids=str)
 def test_packing_and_back(name, backend, shape):
     fmt, chosen = Variant(name), ops.resolve(backend)
     if fmt.scheme.group is not None and shape[1] % fmt.scheme.group:

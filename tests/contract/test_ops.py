@@ -1,14 +1,11 @@
 """The contract of every backend: the values of float64 formulas, and rows whose bits do not depend on other rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from fixtures_models import backends
 from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
-from torch import Tensor
 
 from sameseed import ops, registry, scheme
 from sameseed.models.config import RopeConfig
@@ -37,7 +34,7 @@ MIXED = [
 ]
 
 
-def close(got: Tensor, wanted: Tensor, size: float = 1.0) -> None:
+def close(got, wanted, size=1.0):
     assert got.dtype == torch.float32 and got.shape == wanted.shape
     assert (got.double() - wanted).abs().max() <= TOLERANCE * size
 

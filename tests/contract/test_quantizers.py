@@ -1,16 +1,11 @@
 """The contract of every quantizer, in one body for all methods and formats: new files of either are tested at once."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from fixtures_formats import as_stored, read_weight, write_weight
 from fixtures_models import VARIANTS, all_logits, prompt
 from fixtures_ops import randn
 from fixtures_quantize import SMALL, correlated, logits_of, source_of, stats_of, tokens, walk_of
-from torch import Tensor
 
 from sameseed import ops, registry, scheme as formats
 from sameseed.models.config import ARCHITECTURES
@@ -26,7 +21,7 @@ METHODS = registry.names("quantize")
 K = 256
 
 
-def weight_schemes() -> list[str]:
+def weight_schemes():
     """Every format that stores weights in codes, with the groups and zero points that it supports."""
     found = []
     for name in registry.names("formats"):
@@ -45,7 +40,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 every_scheme = pytest.mark.parametrize("scheme", weight_schemes())
 
 
-def quantized(method: str, scheme: str, weight: Tensor, stats: Stats, **options: object) -> Tensor:
+def quantized(method, scheme, weight, stats, **options):
     chosen = QuantScheme.parse(scheme).settled(weight)
     q = parse_method(method, options).quantize(weight, chosen, stats)
     assert (q.format, q.shape, q.layout) == (chosen.weights, tuple(weight.shape), "plain")
@@ -58,7 +53,7 @@ def quantized(method: str, scheme: str, weight: Tensor, stats: Stats, **options:
 
 @every_scheme
 @every_method
-def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) -> None:
+def test_the_output_error_is_no_worse_than_rounding(method, scheme):
     weight, stats = randn(32, K), stats_of(correlated(600, K))
     plain = stats.error(weight, decoded(QuantScheme.parse(scheme).encode(weight)))
     found = stats.error(weight, quantized(method, scheme, weight, stats))
@@ -72,7 +67,7 @@ def test_the_output_error_is_no_worse_than_rounding(method: str, scheme: str) ->
 @pytest.mark.parametrize("width", [K, 192])  # 192: groups end inside the blocks of -b128
 @every_scheme
 @every_method
-def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: int, tmp_path: Path) -> None:
+def test_what_is_chosen_can_be_saved_and_read(method, scheme, width, tmp_path):
     weight, stats = randn(160, width), stats_of(correlated(400, width))
     if scheme.endswith("b128"):
         weight[:, :64] *= 2  # the first group of each block holds its largest value
@@ -85,7 +80,7 @@ def test_what_is_chosen_can_be_saved_and_read(method: str, scheme: str, width: i
 
 
 @every_scheme
-def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
+def test_every_code_is_among_the_values_of_its_grid(scheme):
     weight = randn(8, K)
     q = QuantScheme.parse(scheme).encode(weight)
     grid = CodeGrid(q)
@@ -98,7 +93,7 @@ def test_every_code_is_among_the_values_of_its_grid(scheme: str) -> None:
 
 
 @every_scheme
-def test_an_identity_hessian_gives_rtn(scheme: str) -> None:
+def test_an_identity_hessian_gives_rtn(scheme):
     weight = randn(16, K, seed=4)
     stats = Stats(torch.eye(K), torch.ones(K), torch.ones(K))
     plain = decoded(QuantScheme.parse(scheme).encode(weight))
@@ -117,7 +112,7 @@ def test_an_identity_hessian_gives_rtn(scheme: str) -> None:
 
 
 @every_method
-def test_the_same_seed_gives_the_same_bits(method: str) -> None:
+def test_the_same_seed_gives_the_same_bits(method):
     config, source = source_of(**SMALL)
     ids = tokens(config)
     runs = []
@@ -128,7 +123,7 @@ def test_the_same_seed_gives_the_same_bits(method: str) -> None:
     assert all(a.equal(b) for a, b in zip(*runs, strict=True))
 
 
-def test_a_rotation_follows_its_seed() -> None:
+def test_a_rotation_follows_its_seed():
     first, second = (parse_method("rotate", seed=s).embedding(randn(2, 64)) for s in (1, 2))
     assert not torch.allclose(first, second)
 
@@ -137,7 +132,7 @@ def test_a_rotation_follows_its_seed() -> None:
 
 
 @pytest.mark.parametrize("name", LLAMAS)
-def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
+def test_the_calibration_forward_is_the_engine_s(name):
     config, source = source_of(name)
     reference = ops.resolve("reference")
     model = Llama(config, read_weights(config, source, QuantScheme.parse("fp32"), reference), reference)
@@ -149,18 +144,18 @@ def test_the_calibration_forward_is_the_engine_s(name: str) -> None:
 
 @pytest.mark.parametrize("method", [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"])
 @pytest.mark.parametrize("name", LLAMAS)
-def test_a_rewritten_layer_computes_the_same(name: str, method: str) -> None:
+def test_a_rewritten_layer_computes_the_same(name, method):
     _computes_the_same(name, method, torch.float32)
 
 
 @pytest.mark.parametrize("method", ["awq", "smooth", "smooth+awq"])
 @pytest.mark.parametrize("name", LLAMAS)
-def test_what_is_stored_in_bf16_computes_the_same(name: str, method: str) -> None:
+def test_what_is_stored_in_bf16_computes_the_same(name, method):
     _computes_the_same(name, method, torch.bfloat16)
 
 
 @pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_weights_that_stay_bf16_are_not_rounded_anew(method: str) -> None:
+def test_weights_that_stay_bf16_are_not_rounded_anew(method):
     config, source = source_of(**SMALL)
     source.tensors = {n: t.bfloat16() for n, t in source.tensors.items()}
     kept = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]
@@ -173,7 +168,7 @@ def test_weights_that_stay_bf16_are_not_rounded_anew(method: str) -> None:
     assert not block.linears[kept[0]].weight.equal(before.linears[kept[0]].weight), "it is scaled all the same"
 
 
-def _computes_the_same(name: str, method: str, dtype: torch.dtype) -> None:
+def _computes_the_same(name, method, dtype):
     config, source = source_of(name)
     source.tensors = {n: t.to(dtype) for n, t in source.tensors.items()}
     ids = tokens(config, rows=3, length=24)

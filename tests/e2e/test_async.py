@@ -1,22 +1,18 @@
 """AsyncLLM: concurrent requests, streaming, cancellation; every stream ends."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from lawkit import SAMPLED, assert_nothing_left
 
 from sameseed import LLM, AsyncLLM, SamplingParams
 from sameseed.errors import RequestError, SameseedError
-from sameseed.request import Completion, Delta, FinishReason
+from sameseed.request import FinishReason
 
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
 ASKED = SamplingParams(max_tokens=24, seed=7, ignore_eos=True, **SAMPLED)
@@ -35,22 +31,21 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture
-async def llm(pair_folders: tuple[Path, Path]) -> AsyncIterator[AsyncLLM]:
+async def llm(pair_folders):
     async with AsyncLLM(str(pair_folders[0]), draft=str(pair_folders[1]), policy="fixed", max_num_seqs=4) as made:
         yield made
 
 
-async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> tuple[str, Completion]:
+async def collect(llm, prompt, params, **more):
     """The joined deltas and the completion of a request."""
     text, done = "", None
     async for delta in llm.generate(prompt, params, **more):
         text += delta.text
         done = delta.completion or done
-    assert done is not None
     return text, done
 
 
-async def until_idle(llm: AsyncLLM) -> None:
+async def until_idle(llm):
     """Wait up to 5 seconds until the engine has nothing to do."""
     for _ in range(500):
         if not llm.engine.has_work and not llm._inbox:
@@ -60,13 +55,13 @@ async def until_idle(llm: AsyncLLM) -> None:
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncLLM], threading.Event]:
+def hold(monkeypatch):
     """A function that makes an engine stop after a few steps until the returned event is set."""
 
-    def held(llm: AsyncLLM) -> threading.Event:
+    def held(llm):
         go, step, number = threading.Event(), llm.engine.step, itertools.count()
 
-        def waiting(*send: Any) -> list[Delta]:
+        def waiting(*send):
             assert next(number) < 8 or go.wait(60)
             return step(*send)
 
@@ -79,7 +74,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncLLM], threading.Even
 Hold = Callable[[AsyncLLM], threading.Event]
 
 
-async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_folders: tuple[Path, Path]) -> None:
+async def test_eight_at_once_write_what_each_writes_alone(llm, pair_folders):
     sequential = [LLM(str(pair_folders[0])).generate(p, ASKED)[0] for p in PROMPTS]
     results = await asyncio.gather(*(collect(llm, p, ASKED) for p in PROMPTS))
     for (joined, done), alone in zip(results, sequential, strict=True):
@@ -90,7 +85,7 @@ async def test_eight_at_once_write_what_each_writes_alone(llm: AsyncLLM, pair_fo
     assert_nothing_left(llm.engine)
 
 
-async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> None:
+async def test_leaving_the_loop_frees_the_blocks(llm, hold):
     go = hold(llm)
     stream = llm.generate("the sum of", LONG)
     async for _ in stream:
@@ -103,7 +98,7 @@ async def test_leaving_the_loop_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> N
     assert_nothing_left(llm.engine)
 
 
-async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM, hold: Hold) -> None:
+async def test_cancelling_the_task_frees_the_blocks(llm, hold):
     go = hold(llm)
     other = asyncio.create_task(collect(llm, PROMPTS[0], ASKED))
     tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:6]]
@@ -120,8 +115,8 @@ async def test_cancelling_the_task_frees_the_blocks(llm: AsyncLLM, hold: Hold) -
     assert_nothing_left(llm.engine)
 
 
-async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM, hold: Hold) -> None:
-    deltas: list[Delta] = []
+async def test_abort_from_outside_ends_the_stream(llm, hold):
+    deltas = []
     go = hold(llm)
     async for delta in llm.generate("the sum of", LONG, request_id="mine"):
         deltas.append(delta)
@@ -129,13 +124,12 @@ async def test_abort_from_outside_ends_the_stream(llm: AsyncLLM, hold: Hold) -> 
         llm.abort("nobody's")
         go.set()
     last = deltas[-1].completion
-    assert last is not None
     assert last.finish_reason is FinishReason.ABORT
     assert "".join(d.text for d in deltas) == last.text
     assert 0 < len(last.token_ids) < 240
 
 
-async def test_a_taken_id_is_refused(llm: AsyncLLM) -> None:
+async def test_a_taken_id_is_refused(llm):
     """Also when several requests with one id arrive at the same moment. Afterwards the id is free again."""
     results = await asyncio.gather(
         *(collect(llm, p, ASKED, request_id="same") for p in PROMPTS[:3]), return_exceptions=True
@@ -147,7 +141,7 @@ async def test_a_taken_id_is_refused(llm: AsyncLLM) -> None:
     assert done.request_id == "same"
 
 
-async def test_close_ends_open_streams(pair_folders: tuple[Path, Path], hold: Hold) -> None:
+async def test_close_ends_open_streams(pair_folders, hold):
     llm = AsyncLLM(str(pair_folders[0]))
     go = hold(llm)
     tasks = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS]
@@ -169,13 +163,11 @@ async def test_close_ends_open_streams(pair_folders: tuple[Path, Path], hold: Ho
     llm.close()
 
 
-async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(llm, monkeypatch):
     whole = await collect(llm, PROMPTS[0], ASKED)
     with monkeypatch.context() as patch:
 
-        def broken(*args: Any, **kwargs: Any) -> Any:
+        def broken(*args, **kwargs):
             raise MemoryError("no room")
 
         patch.setattr(llm.engine.runner, "commit", broken)
@@ -188,7 +180,7 @@ async def test_a_failing_step_ends_its_streams_and_the_engine_goes_on(
     assert (await collect(llm, PROMPTS[0], ASKED))[0] == whole[0]
 
 
-async def test_who_forgets_to_close_leaves_no_complaint_at_the_end(pair_folders: tuple[Path, Path]) -> None:
+async def test_who_forgets_to_close_leaves_no_complaint_at_the_end(pair_folders):
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", FORGETS_TO_CLOSE, str(pair_folders[0])], capture_output=True, text=True
     )

@@ -1,10 +1,6 @@
 """`sameseed bench serve` against a real server: its figures add up, and bad input gets a clear message."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fixtures_server import Server
@@ -16,7 +12,7 @@ KEY = "a-key-for-the-test"
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+def server(pair_folders):
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny", "--max-num-seqs", "2"]
     flags += ["--policy", "fixed"]
@@ -28,22 +24,13 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
         assert made.stop() == 0
 
 
-def test_speculation_off_and_on(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speculation_off_and_on(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SAMESEED_API_KEY", KEY)
     out = tmp_path / "load.jsonl"
     size = ["--lengths", "400-60", "--scale", "0.2", "--concurrency", "1,6", "--num-requests", "6", "--repeat", "1"]
     flags = [
-        "--compare-speculation",
-        "--temperature",
-        "0.8",
-        "--ttft-slo",
-        "100",
-        "--max-retries",
-        "50",
-        "--ignore-eos",
-    ]
+        "--compare-speculation", "--temperature", "0.8", "--ttft-slo", "100", "--max-retries", "50", "--ignore-eos",
+    ]  # fmt: skip
     assert main(["bench", "serve", "--url", f"{server.url}/v1", *size, *flags, "--out", str(out), "--json"]) == 0
     records = record.read(out)
     assert records == [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -66,7 +53,7 @@ def test_speculation_off_and_on(
     assert sum(r["retries"] for r in records[2:]) > 0  # six clients, room for three: the others retried
 
 
-def test_what_is_wrong_is_said(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(server, capsys, tmp_path):
     for flags, says in (
         (["--url", server.url], "wants an API key"),
         (["--url", "http://127.0.0.1:9"], "is it running"),

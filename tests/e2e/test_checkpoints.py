@@ -1,10 +1,8 @@
-"""A GGUF file as a user runs it."""
-
-from __future__ import annotations
+"""A GGUF file as a user runs it, and a format from an installed package."""
 
 import json
-from pathlib import Path
 
+import fixtures_formats
 import pytest
 import torch
 from fixtures_gguf import write_gguf
@@ -12,8 +10,12 @@ from fixtures_models import read_tensors
 
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
+from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_json
 from sameseed.models.loader import resolve_model
+from sameseed.quantize._plan import QuantizePlan
+from sameseed.quantize._run import quantize
+from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
@@ -21,7 +23,7 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Path:
+def embedded():
     folder = resolve_model("embedded")
     if not (folder / "model.safetensors").exists():
         pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
@@ -36,7 +38,7 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
     vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     special = {t["content"] for t in tokenizer["added_tokens"]}
 
-    def keys(writer) -> None:
+    def keys(writer):
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")  # splits these words like the model's own expression
         writer.add_token_list(vocabulary)
@@ -59,3 +61,21 @@ def test_generate_runs_a_gguf_file(embedded, tmp_path, capsys):
     plain = LLM(str(small)).generate([PROMPT], params)[0]
     drafted = LLM(str(small), draft="embedded-draft").generate([PROMPT], params)[0]
     assert plain.token_ids == drafted.token_ids and torch.is_tensor(torch.tensor(plain.token_ids))
+
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def test_a_model_in_it_is_quantized_and_read_again(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    with fixtures_formats.installed(site):
+        text = LLM("embedded", format="ternary-g64", draft="none").generate(["One"], PARAMS)[0].token_ids
+        drafted = LLM("embedded", format="ternary-g64", draft="ngram").generate(["One"], PARAMS)[0].token_ids
+        assert text == drafted
+        quantize(QuantizePlan("embedded", tmp_path / "out", "ternary-g64", "rtn"))
+        with Checkpoint(tmp_path / "out") as checkpoint:
+            assert "model.layers.0.mlp.up_proj.codes2" in checkpoint
+        stored = LLM(str(tmp_path / "out"), draft="none")
+        assert stored.generate(["One"], PARAMS)[0].token_ids
+        assert str(QuantScheme.parse("ternary-a8-g64")) == "ternary-a8-g64"

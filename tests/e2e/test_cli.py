@@ -1,16 +1,13 @@
 """The `sameseed` command as a user sees it: what it prints where, its exit codes, and its messages for bad input."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lawkit import write_model
@@ -18,7 +15,6 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.cli import COMMANDS, main
 from sameseed.report import record
-from sameseed.request import Delta
 
 Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
@@ -27,13 +23,11 @@ FIXED = ("--policy", "fixed")  # a policy that measures time may draft nothing
 
 
 @pytest.fixture
-def cli(
-    pair_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Cli:
+def cli(pair_folders, capsys, tmp_path, monkeypatch):
     """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)  # `bench` writes to benchmarks/results if it exists
 
-    def run(*argv: str, model: Path | None = pair_folders[0]) -> tuple[int, str, str]:
+    def run(*argv, model=pair_folders[0]):
         chosen = ["--model", str(model)] if model is not None else []
         code = main([argv[0], *chosen, *argv[1:]])
         out, err = capsys.readouterr()
@@ -43,25 +37,25 @@ def cli(
 
 
 @pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_model(tmp_path_factory):
     """A model with room for a long text. The tests ban its end token."""
     folder = tmp_path_factory.mktemp("slow")
     write_model(folder, max_position_embeddings=2 * LONG)
     return folder
 
 
-def start(*argv: str, **kwargs: object) -> subprocess.Popen[bytes]:
+def start(*argv, **kwargs):
     """Start the command in a process of its own, with Ctrl-C enabled even if the tests run without it."""
     return subprocess.Popen(
         [sys.executable, "-m", "sameseed", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **kwargs,  # type: ignore[call-overload]
+        **kwargs,
     )
 
 
-def long_run(model: Path, *more: str) -> list[str]:
+def long_run(model, *more):
     flags = ["--max-tokens", str(LONG), "--ignore-eos", "--backend", "reference"]
     return ["generate", "the sum of", "--model", str(model), *flags, *more]
 
@@ -70,7 +64,7 @@ def long_run(model: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]])
-def test_every_way_to_guess_writes_the_same_text(cli: Cli, pair_folders: tuple[Path, Path], how: list[str]) -> None:
+def test_every_way_to_guess_writes_the_same_text(cli, pair_folders, how):
     texts = []
     for draft in ("none", "ngram", str(pair_folders[1])):
         code, out, _ = cli("generate", "the loop ends", "--draft", draft, *FIXED, "--max-tokens", "40", *how, "--json")
@@ -83,7 +77,7 @@ def test_every_way_to_guess_writes_the_same_text(cli: Cli, pair_folders: tuple[P
 
 
 @pytest.mark.parametrize("prompt", ["the list is", "für Größe 🙂 你好"])
-def test_show_draft_only_adds_marks(cli: Cli, pair_folders: tuple[Path, Path], prompt: str) -> None:
+def test_show_draft_only_adds_marks(cli, pair_folders, prompt):
     flags = ["--draft", str(pair_folders[1]), *FIXED, "--ignore-eos"]
     flags += ["--max-tokens", "60", "--temperature", "0.9", "--seed", "1"]
     _, plain, _ = cli("generate", prompt, *flags)
@@ -94,7 +88,7 @@ def test_show_draft_only_adds_marks(cli: Cli, pair_folders: tuple[Path, Path], p
     assert "accepted" in err and "60 tokens in" in err
 
 
-def test_json_is_one_line_a_completion_and_nothing_else(cli: Cli) -> None:
+def test_json_is_one_line_a_completion_and_nothing_else(cli):
     flags = ["--n", "3", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--logprobs", "2", "--json"]
     code, out, _ = cli("generate", "the", *flags)
     lines = [json.loads(line) for line in out.splitlines()]
@@ -108,7 +102,7 @@ def test_json_is_one_line_a_completion_and_nothing_else(cli: Cli) -> None:
         assert all(len(p["top"]) == 2 and p["logprob"] <= 0 for p in line["logprobs"])
 
 
-def test_texts_go_to_stdout_one_after_the_other_and_summaries_to_stderr(cli: Cli) -> None:
+def test_texts_go_to_stdout_one_after_the_other_and_summaries_to_stderr(cli):
     flags = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "9", "--ignore-eos"]
     code, out, err = cli("generate", "the", *flags)
     assert code == 0 and out.endswith("\n")
@@ -116,7 +110,7 @@ def test_texts_go_to_stdout_one_after_the_other_and_summaries_to_stderr(cli: Cli
     assert err.count("9 tokens in") == err.count("tokens/s") == 2 and "tokens in" not in out
 
 
-def test_prompt_from_file_and_from_stdin(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_from_file_and_from_stdin(cli, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("the sum of\n")
     _, expected, _ = cli("generate", "the sum of", "--max-tokens", "12", "--json")
     _, from_file, _ = cli("generate", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "12", "--json")
@@ -126,7 +120,7 @@ def test_prompt_from_file_and_from_stdin(cli: Cli, tmp_path: Path, monkeypatch: 
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_reads_turns_from_a_pipe(cli, tmp_path, monkeypatch):
     (tmp_path / "turns").write_text("hello\n\n/more of it\n/reset\nhello\n/exit\nnever\n")
     monkeypatch.setattr(sys, "stdin", (tmp_path / "turns").open())
     code, out, _ = cli("chat", "--max-tokens", "8", "--json")
@@ -137,7 +131,7 @@ def test_chat_reads_turns_from_a_pipe(cli: Cli, tmp_path: Path, monkeypatch: pyt
     assert lines[1]["metrics"]["num_prompt_tokens"] > 2 * lines[0]["metrics"]["num_prompt_tokens"]
 
 
-def test_info_json_names_the_registries(cli: Cli) -> None:
+def test_info_json_names_the_registries(cli):
     code, out, _ = cli("info", "--json", model=None)
     found = json.loads(out)
     assert code == 0
@@ -149,14 +143,14 @@ def test_info_json_names_the_registries(cli: Cli) -> None:
     assert {"embedded", "embedded-draft", "embedded-head"} <= set(found["models"])
 
 
-def test_info_lists_end_and_special_tokens_of_a_model(cli: Cli, pair_folders: tuple[Path, Path]) -> None:
+def test_info_lists_end_and_special_tokens_of_a_model(cli, pair_folders):
     code, out, _ = cli("info", "--json", model=str(pair_folders[0]))
     (model,) = json.loads(out)["models"].values()
     assert code == 0 and any("config.json" in line for line in model["end_tokens"])
     assert any("<|end|>" in line and "tokenizer_config.json" in line for line in model["special_tokens"])
 
 
-def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_bench_writes_valid_records(cli, pair_folders, tmp_path):
     prompts, out_file = tmp_path / "p.jsonl", tmp_path / "records" / "r.jsonl"
     prompts.write_text('{"prompt": "the sum"}\n{"messages": [{"role": "user", "content": "the list"}]}\n')
     flags = ["--prompts", str(prompts), "--drafts", "ngram", str(pair_folders[1]), "--ks", "2"]
@@ -176,7 +170,7 @@ def test_bench_writes_valid_records(cli: Cli, pair_folders: tuple[Path, Path], t
         assert str(tmp_path) not in json.dumps(r) and os.uname().nodename not in json.dumps(r["machine"])
 
 
-def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_checks_its_whole_grid_first(cli, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.txt").write_text("the sum\n")
@@ -197,7 +191,7 @@ def test_bench_checks_its_whole_grid_first(cli: Cli, tmp_path: Path, monkeypatch
 # --- help ---
 
 
-def test_completion_knows_commands_and_flags(cli: Cli, tmp_path: Path) -> None:
+def test_completion_knows_commands_and_flags(cli, tmp_path):
     _, script, _ = cli("completion", model=None)
     (tmp_path / "sameseed").write_text(f'#!/bin/sh\nexec {sys.executable} -m sameseed "$@"\n')
     (tmp_path / "sameseed").chmod(0o755)
@@ -211,7 +205,7 @@ def test_completion_knows_commands_and_flags(cli: Cli, tmp_path: Path) -> None:
     assert done.stdout.split() == ["profile", "--shape", "head", "--burstiness"], done.stderr
 
 
-def test_help_answers_without_loading_the_engine() -> None:
+def test_help_answers_without_loading_the_engine():
     check = (
         "import sys\n"
         "from sameseed.cli import COMMANDS, main\n"
@@ -226,7 +220,7 @@ def test_help_answers_without_loading_the_engine() -> None:
     assert all(f"usage: sameseed {name}" in done.stdout for name in ("COMMAND", *COMMANDS))
 
 
-def test_a_command_whose_package_is_missing_names_it() -> None:
+def test_a_command_whose_package_is_missing_names_it():
     code = (
         "import sys, importlib.metadata as m; m.entry_points = lambda group: ()\n"
         "from sameseed.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -237,7 +231,7 @@ def test_a_command_whose_package_is_missing_names_it() -> None:
         assert f"pip install sameseed-{name}" in done.stderr
 
 
-def test_version_no_arguments_and_words_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_no_arguments_and_words_that_are_none(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sameseed ")
     assert main([]) == 2
@@ -273,7 +267,7 @@ BELOW = '{"below": [{}, {"policy": "goodput"}]}'
         (["bench", "--out", "/proc/none/r.jsonl"], "choose another with --out"),
     ],
 )
-def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
+def test_bad_input(cli, argv, message):
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and message in err
@@ -281,14 +275,9 @@ def test_bad_input(cli: Cli, argv: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "no JSON"),
-        ('{"prompt": ""}', "not empty"),
-        ("", "holds no prompts"),
-    ],
+    ("line", "message"), [("{", "no JSON"), ('{"prompt": ""}', "not empty"), ("", "holds no prompts")]
 )
-def test_bad_prompt_file(cli: Cli, tmp_path: Path, line: str, message: str) -> None:
+def test_bad_prompt_file(cli, tmp_path, line, message):
     (tmp_path / "p.jsonl").write_text(line + "\n")
     code, _, err = cli("bench", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 2
@@ -299,9 +288,8 @@ def test_bad_prompt_file(cli: Cli, tmp_path: Path, line: str, message: str) -> N
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_was_written(slow_model: Path, kind: signal.Signals) -> None:
+def test_ctrl_c_keeps_what_was_written(slow_model, kind):
     process = start(*long_run(slow_model))
-    assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(kind)
     out, err = process.communicate(timeout=60)
@@ -311,11 +299,11 @@ def test_ctrl_c_keeps_what_was_written(slow_model: Path, kind: signal.Signals) -
     assert b"Traceback" not in err and b"tokens/s" not in err
 
 
-def test_ctrl_c_with_json_leaves_one_whole_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_with_json_leaves_one_whole_line(cli, monkeypatch):
     whole = json.loads(cli("generate", "the sum", "--max-tokens", "20", "--ignore-eos", "--json")[1])
     stream = LLM.stream
 
-    def interrupted(*args: Any) -> Iterator[Delta]:
+    def interrupted(*args):
         yield from itertools.islice(stream(*args), 5)
         raise KeyboardInterrupt
 
@@ -327,7 +315,7 @@ def test_ctrl_c_with_json_leaves_one_whole_line(cli: Cli, monkeypatch: pytest.Mo
     assert line["token_ids"] == whole["token_ids"][:5] and whole["text"].startswith(line["text"])
 
 
-def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
+def test_a_reader_that_goes_away_is_no_error(slow_model):
     process = start(*long_run(slow_model))
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read(1)
@@ -337,7 +325,7 @@ def test_a_reader_that_goes_away_is_no_error(slow_model: Path) -> None:
     assert err == b""
 
 
-def test_a_full_disk_is_told_and_a_closed_output_is_none(slow_model: Path) -> None:
+def test_a_full_disk_is_told_and_a_closed_output_is_none(slow_model):
     command = [sys.executable, "-m", "sameseed", *long_run(slow_model, "--max-tokens", "5")]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
@@ -346,13 +334,13 @@ def test_a_full_disk_is_told_and_a_closed_output_is_none(slow_model: Path) -> No
     assert closed.returncode == 0 and b"Traceback" not in closed.stderr
 
 
-def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
+def read_until(terminal, wanted, seen=b""):
     while wanted not in seen:
         seen += os.read(terminal, 4096)
     return seen
 
 
-def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
+def in_terminal(argv):
     """Start the command in a terminal of its own; returns the process and our end of the terminal."""
     import fcntl
     import pty
@@ -360,7 +348,7 @@ def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
 
     ours, its = pty.openpty()
 
-    def take_terminal() -> None:
+    def take_terminal():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -378,7 +366,7 @@ def in_terminal(argv: Seq[str]) -> tuple[subprocess.Popen[bytes], int]:
     return process, ours
 
 
-def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model: Path) -> None:
+def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model):
     import termios
 
     process, terminal = in_terminal(long_run(slow_model))
@@ -393,7 +381,7 @@ def test_ctrl_c_in_a_terminal_leaves_it_as_it_was(slow_model: Path) -> None:
     os.close(terminal)
 
 
-def test_chat_in_a_terminal(pair_folders: tuple[Path, Path]) -> None:
+def test_chat_in_a_terminal(pair_folders):
     flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--show-draft", "--max-model-len", "128"]
     process, terminal = in_terminal(["chat", *flags])
     read_until(terminal, b"you> ")
@@ -407,7 +395,7 @@ def test_chat_in_a_terminal(pair_folders: tuple[Path, Path]) -> None:
     os.close(terminal)
 
 
-def test_ctrl_c_in_a_chat_stops_the_answer_and_the_conversation_goes_on(slow_model: Path) -> None:
+def test_ctrl_c_in_a_chat_stops_the_answer_and_the_conversation_goes_on(slow_model):
     flags = ["--model", str(slow_model), "--max-tokens", str(LONG), "--ignore-eos", "--backend", "reference"]
     process, terminal = in_terminal(["chat", *flags])
     read_until(terminal, b"you> ")

@@ -1,10 +1,7 @@
 """`sameseed eval` as a user sees it: what it prints where, its records, and its messages for bad input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from fixtures_quality import write_data
@@ -17,29 +14,29 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_model(folder, max_position_embeddings=1024)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+def data(tmp_path_factory):
     return str(write_data(tmp_path_factory.mktemp("data")))
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(*argv: str) -> tuple[int, str, str]:
+    def run(*argv):
         code = main(["eval", *argv])
         return code, *capsys.readouterr()
 
     return run
 
 
-def test_one_model_all_tasks(cli: Cli, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_model_all_tasks(cli, model, data, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval", reason="GSM8K and MMLU-Pro run through the harness: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ["--tasks", "perplexity,humaneval,gsm8k,mmlu_pro", "--data", data, "--limit", "2"]
@@ -53,7 +50,7 @@ def test_one_model_all_tasks(cli: Cli, model: str, data: str, tmp_path: Path, mo
     assert [t["task"] for t in line["tasks"]] == ["humaneval", "gsm8k", "mmlu_pro"]
 
 
-def test_json_is_the_record_and_a_format_changes_it(cli: Cli, model: str, data: str) -> None:
+def test_json_is_the_record_and_a_format_changes_it(cli, model, data):
     values = []
     for more in ([], ["--format", "nf4"], ["--kv-format", "int8"], ["--draft", "ngram"]):
         code, out, _ = cli("--model", model, "--data", data, "--window", "64", "--json", *more)
@@ -66,14 +63,14 @@ def test_json_is_the_record_and_a_format_changes_it(cli: Cli, model: str, data: 
     assert len(set(values[:3])) == 3 and values[3] == values[0]
 
 
-def test_any_text_file(cli: Cli, model: str, tmp_path: Path) -> None:
+def test_any_text_file(cli, model, tmp_path):
     (tmp_path / "mine.txt").write_text("the sum of all parts is a whole. " * 30)
     code, out, _ = cli(model, "--text", "mine.txt", "--tokens", "100", "--json")
     found = json.loads(out)["perplexity"]
     assert code == 0 and found["text"] == "mine.txt" and found["tokens"] == 99 and not found["whole"]
 
 
-def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
+def test_comparing(cli, model, data, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the sum of\nthe list is\n")
     flags = ["--data", data, "--prompts", str(prompts), "--repeat", "1", "--tokens", "200", "--window", "64"]
@@ -89,7 +86,7 @@ def test_comparing(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
     assert 0.5 < lines[3]["comparison"]["as_draft"]["acceptance_rate"] <= 1.0
 
 
-def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str, tmp_path: Path) -> None:
+def test_a_draft_that_never_agrees_is_warned_of(cli, model, data, tmp_path):
     other = tmp_path / "other"
     write_model(other, seed=77)
     flags = ["--data", data, "--num-prompts", "2", "--repeat", "1", "--tokens", "50", "--draft", str(other), "--json"]
@@ -114,7 +111,7 @@ def test_a_draft_that_never_agrees_is_warned_of(cli: Cli, model: str, data: str,
         (["embedded", "--compare", "embedded"], "no other"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(cli: Cli, data: str, flags: list[str], says: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(cli, data, flags, says):
     code, out, err = cli(*flags, "--data", data)
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err

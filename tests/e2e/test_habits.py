@@ -1,11 +1,8 @@
 """Names from other libraries: every row of the page's tables is run, and every name in the code has a row."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lawkit import assert_nothing_left
@@ -26,18 +23,18 @@ MESSAGES = [{"role": "user", "content": "the sum"}]
 
 
 @pytest.fixture(scope="module")
-def llm(pair_folders: tuple[Path, Path]) -> LLM:
+def llm(pair_folders):
     return LLM(str(pair_folders[0]))
 
 
 @pytest.mark.parametrize(("there", "here"), ROWS)
-def test_a_row_of_the_page(there: str, here: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_the_page(there, here, llm, monkeypatch):
     monkeypatch.setattr(front, "build_engine", lambda *asked: SimpleNamespace(asked=asked, tokenizer=None))
 
-    def made(*given: Any, **more: Any) -> object:
+    def made(*given, **more):
         return LLM(*given, **more).engine.asked
 
-    made.from_pretrained = lambda *given, **more: LLM.from_pretrained(*given, **more).engine.asked  # type: ignore[attr-defined]
+    made.from_pretrained = lambda *given, **more: LLM.from_pretrained(*given, **more).engine.asked
     names = {
         "LLM": made,
         "AsyncLLM": SimpleNamespace(from_engine_args=lambda args: LLM.from_engine_args(args).engine.asked),
@@ -56,7 +53,7 @@ def test_a_row_of_the_page(there: str, here: str, llm: LLM, monkeypatch: pytest.
         assert word in str(refused.value), f"{there}: {refused.value}"
 
 
-def test_every_word_is_on_the_page() -> None:
+def test_every_word_is_on_the_page():
     words = {*habits.SETTINGS, *habits.SAMPLING, *habits.GENERATE, *habits.SPECULATIVE}
     words |= {name for names in (*habits.ATTRIBUTES.values(), *habits.OPTIONS.values()) for name in names}
     code = " ".join(there for there, _ in ROWS)
@@ -74,26 +71,26 @@ def test_every_word_is_on_the_page() -> None:
         (lambda: SamplingParams(temprature=1), "did you mean 'temperature'"),
     ],
 )  # fmt: skip
-def test_words_that_are_nearly_right(make: Any, message: str) -> None:
+def test_words_that_are_nearly_right(make, message):
     with pytest.raises(SameseedError, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", sameseed._ELSEWHERE)
-def test_a_name_to_import(name: str) -> None:
+def test_a_name_to_import(name):
     with pytest.raises(ImportError, match="here it is"):
         exec(f"from sameseed import {name}")
 
 
-def test_public_names_are_listed() -> None:
+def test_public_names_are_listed():
     assert dir(sameseed) == sorted(sameseed.__all__)
     assert all(getattr(sameseed, name) is not None for name in dir(sameseed))
     with pytest.raises(AttributeError, match="did you mean 'SamplingParams'"):
         sameseed.SamplingParam  # noqa: B018
 
 
-def test_a_seed_of_the_llm_repeats_its_run(pair_folders: tuple[Path, Path]) -> None:
-    def run(seed: int | None) -> list[int]:
+def test_a_seed_of_the_llm_repeats_its_run(pair_folders):
+    def run(seed):
         with LLM(str(pair_folders[0]), seed=seed) as made:
             return [c.seed for _ in range(2) for c in made.generate(["a", "b"], max_tokens=1)]
 
@@ -101,7 +98,7 @@ def test_a_seed_of_the_llm_repeats_its_run(pair_folders: tuple[Path, Path]) -> N
     assert len(set(run(7))) == 4, "every request has its own"
 
 
-def test_a_closed_llm(pair_folders: tuple[Path, Path]) -> None:
+def test_a_closed_llm(pair_folders):
     with LLM(str(pair_folders[0])) as made:
         wanted = made.generate("a", max_tokens=9)[0].text
         stream, engine = made.stream("a", max_tokens=9), made.engine
@@ -113,7 +110,7 @@ def test_a_closed_llm(pair_folders: tuple[Path, Path]) -> None:
     assert_nothing_left(engine)
 
 
-def test_deltas_have_the_text_so_far(llm: LLM) -> None:
+def test_deltas_have_the_text_so_far(llm):
     deltas = list(llm.stream("the sum", SamplingParams(max_tokens=12, ignore_eos=True)))
     text, ids = "", ()
     for delta in deltas:
@@ -123,7 +120,7 @@ def test_deltas_have_the_text_so_far(llm: LLM) -> None:
     assert so_far.finish_reason == "length" and len(ids) == 12
 
 
-def test_one_answer_or_a_list(llm: LLM) -> None:
+def test_one_answer_or_a_list(llm):
     with pytest.raises(RequestError, match=r"chat\(\[messages\]\)"):
         llm.chat(MESSAGES, n=2)
     assert len(llm.chat([MESSAGES], n=2, max_tokens=2)) == 2

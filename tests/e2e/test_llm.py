@@ -1,16 +1,12 @@
 """LLM from a folder: generate, stream, chat, and what it refuses."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from lawkit import SAMPLED, assert_nothing_left, write_model
 
 from sameseed import LLM, SamplingParams, SpecConfig
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine.settings import make_config
-from sameseed.errors import ConfigError, ModelLoadError, RegistryError, RequestError, SameseedError, VocabularyError
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError, RequestError, VocabularyError
 from sameseed.request import FinishReason
 
 PROMPTS = ["def add(a, b):", "the sum of all", "für 你好 🙂", "x"]
@@ -18,21 +14,21 @@ ASKED = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, **SAMPLED)
 
 
 @pytest.fixture(scope="module")
-def folders(pair_folders: tuple[Path, Path]) -> tuple[str, str]:
+def folders(pair_folders):
     return str(pair_folders[0]), str(pair_folders[1])
 
 
 @pytest.fixture(scope="module")
-def plain(folders: tuple[str, str]) -> LLM:
+def plain(folders):
     return LLM(folders[0])
 
 
 @pytest.fixture(scope="module")
-def drafted(folders: tuple[str, str]) -> LLM:
+def drafted(folders):
     return LLM(folders[0], draft=folders[1], policy="fixed", num_draft_tokens=5)
 
 
-def test_the_same_text_with_every_drafter(folders: tuple[str, str], plain: LLM, drafted: LLM) -> None:
+def test_the_same_text_with_every_drafter(folders, plain, drafted):
     done = plain.generate(PROMPTS, ASKED)
     assert [c.prompt for c in done] == PROMPTS
     assert [c.text for c in done] == [plain.tokenizer.decode(c.token_ids) for c in done]
@@ -44,7 +40,7 @@ def test_the_same_text_with_every_drafter(folders: tuple[str, str], plain: LLM, 
     assert any(any(c.accepted) for c in again)
 
 
-def test_prompts_are_text_or_tokens_one_or_many(plain: LLM) -> None:
+def test_prompts_are_text_or_tokens_one_or_many(plain):
     (text,) = plain.generate("the sum", ASKED)
     ids = plain.tokenizer.encode("the sum")
     for prompts in (ids, [ids], tuple(ids), ["the sum"]):
@@ -54,7 +50,7 @@ def test_prompts_are_text_or_tokens_one_or_many(plain: LLM) -> None:
     assert plain.generate([], ASKED) == []
 
 
-def test_parameters_for_each_prompt(plain: LLM) -> None:
+def test_parameters_for_each_prompt(plain):
     each = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True, n=n) for n in (1, 2, 3)]
     done = plain.generate(PROMPTS[:3], each)
     assert [(c.prompt, c.index, len(c.token_ids)) for c in done] == [
@@ -64,7 +60,7 @@ def test_parameters_for_each_prompt(plain: LLM) -> None:
         plain.generate(PROMPTS[:3], each[:2])
 
 
-def test_a_drawn_seed_is_reported_and_reproduces_the_text(plain: LLM) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_text(plain):
     free = SamplingParams(max_tokens=15, temperature=1.5, ignore_eos=True)
     first, second = plain.generate(["the", "the"], free)
     assert first.seed != second.seed
@@ -73,7 +69,7 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_text(plain: LLM) -> None:
     assert again.token_ids == first.token_ids
 
 
-def test_stream_joins_to_the_text(drafted: LLM, plain: LLM) -> None:
+def test_stream_joins_to_the_text(drafted, plain):
     (whole,) = plain.generate(PROMPTS[2], ASKED)
     deltas = list(drafted.stream(PROMPTS[2], ASKED))
     assert "".join(d.text for d in deltas) == whole.text
@@ -82,7 +78,7 @@ def test_stream_joins_to_the_text(drafted: LLM, plain: LLM) -> None:
     assert len(deltas) < 20, "some steps brought several tokens"
 
 
-def test_two_streams_of_one_llm(drafted: LLM) -> None:
+def test_two_streams_of_one_llm(drafted):
     """Each stream gets its own text, whichever of them drives the engine."""
     wanted = [drafted.generate(p, ASKED)[0].text for p in PROMPTS[:2]]
     streams = [drafted.stream(p, ASKED) for p in PROMPTS[:2]]
@@ -103,7 +99,7 @@ def test_two_streams_of_one_llm(drafted: LLM) -> None:
     assert_nothing_left(drafted.engine)
 
 
-def test_chat(drafted: LLM, plain: LLM) -> None:
+def test_chat(drafted, plain):
     messages = [{"role": "user", "content": "the sum of a and b?"}]
     answer = plain.chat(messages, ASKED)
     (by_hand,) = plain.generate("user: the sum of a and b?\nassistant:", ASKED)
@@ -117,21 +113,19 @@ def test_chat(drafted: LLM, plain: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "prompt is empty"),
-        ([[]], "prompt is empty"),
-        ("a b " * 400, "shorten the prompt"),
+        ("", "prompt is empty"), ([[]], "prompt is empty"), ("a b " * 400, "shorten the prompt"),
         ([[5, 99999]], "token ids"),
     ],
-)
-def test_bad_prompts_are_refused_before_anything_runs(plain: LLM, prompt: object, message: str) -> None:
+)  # fmt: skip
+def test_bad_prompts_are_refused_before_anything_runs(plain, prompt, message):
     with pytest.raises(RequestError, match=message):
-        plain.generate(prompt, ASKED)  # type: ignore[arg-type]
+        plain.generate(prompt, ASKED)
     with pytest.raises(RequestError):
         plain.stream(prompt if isinstance(prompt, str) else [], ASKED)
     assert_nothing_left(plain.engine)
 
 
-def test_models_that_do_not_exist(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_models_that_do_not_exist(folders, tmp_path):
     with pytest.raises(ModelLoadError, match="no model at '/nowhere/at/all'"):
         LLM("/nowhere/at/all")
     with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
@@ -140,7 +134,7 @@ def test_models_that_do_not_exist(folders: tuple[str, str], tmp_path: Path) -> N
         LLM(folders[0], draft="ngramm")
 
 
-def test_a_draft_with_another_vocabulary(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_a_draft_with_another_vocabulary(folders, tmp_path):
     other = tmp_path / "other"
     write_model(other)
     tokenizer = other / "tokenizer.json"
@@ -174,19 +168,17 @@ def test_a_draft_with_another_vocabulary(folders: tuple[str, str], tmp_path: Pat
     ],
     ids=str,
 )
-def test_bad_settings(
-    folders: tuple[str, str], settings: dict[str, object], error: type[SameseedError], message: str
-) -> None:
+def test_bad_settings(folders, settings, error, message):
     with pytest.raises(error, match=message):
-        LLM(folders[0], **settings)  # type: ignore[arg-type]
+        LLM(folders[0], **settings)
 
 
-def test_make_config() -> None:
+def test_make_config():
     assert make_config() == EngineConfig()
     assert make_config("none").spec == SpecConfig()
     assert make_config("ngram", num_draft_tokens=7, policy="fixed").spec == SpecConfig("ngram", num_draft_tokens=7)
     for given in ({}, {"policy": "auto"}):
-        made = make_config("ngram", **given).spec  # type: ignore[arg-type]
+        made = make_config("ngram", **given).spec
         assert made == SpecConfig("ngram", num_draft_tokens=12, policy="goodput")
     assert make_config(SpecConfig("ngram")).spec == SpecConfig("ngram"), "what is given whole stays"
     turns = make_config("suffix + org/small", draft_format="int8").spec

@@ -1,7 +1,5 @@
 """What `estimate` says of memory, held against processes: at the start, and with a long text in the cache."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,7 +25,7 @@ print(before, peak())
 """
 
 
-def model(name: str) -> str:
+def model(name):
     if name == "embedded":
         return name
     found = sorted(Path(os.environ.get("SAMESEED_MODELS", "/nowhere")).glob(f"{name}*.gguf"))
@@ -39,15 +37,13 @@ def model(name: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory in kB, as Linux counts it")
 @pytest.mark.parametrize("tokens", [1, 800])
 @pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
-def test_a_process_takes_what_was_estimated(name: str, tokens: int) -> None:
+def test_a_process_takes_what_was_estimated(name, tokens):
     """To 5 % and `SLACK`. The interpreter with PyTorch counts as it is: its size depends on PyTorch's build."""
     path = model(name)
     ran = subprocess.run([sys.executable, "-c", CHILD, path, str(tokens)], capture_output=True, text=True, check=True)
     program, took = (int(kib) * 1024 for kib in ran.stdout.split())
     limits = given_limits(50.0, 1.0, 2)
-    assert limits is not None
     memory = estimate(Question(path, ("auto",), context=tokens, prompt_tokens=tokens, batches=(1,)), limits)[0].memory
-    assert memory is not None
     wanted = memory.peak.value - PROGRAM + program
     assert took == pytest.approx(wanted, abs=0.05 * wanted + SLACK)
     assert took <= memory.peak.high - PROGRAM + program

@@ -1,15 +1,11 @@
 """The playground as a user sees it, in a headless browser: chat, race, stop, key, keyboard, phone, dark mode."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
-from fixtures_browser import Browser, chromium
-from fixtures_server import Server, serving, wait_until
+from fixtures_browser import chromium
+from fixtures_server import serving, wait_until
 
 from sameseed.models.loader import resolve_model
 
@@ -26,13 +22,13 @@ window.fetch = (path, options) => { bodies.push(JSON.parse(options.body)); retur
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with chromium() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def server(browser: Browser) -> Iterator[Server]:
+def server(browser):
     """The embedded pair, drafting with n-grams first, behind a key."""
     if not (resolve_model("embedded") / "model.safetensors").exists():
         pytest.skip("the embedded weights are not in this checkout; `sameseed train` makes them")
@@ -41,7 +37,7 @@ def server(browser: Browser) -> Iterator[Server]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: Server) -> Iterator[Browser]:
+def page(browser, server):
     """The page with its key: wide, light, greedy, short answers. At the end the console must hold no errors."""
     browser.resize(1280, 860)
     browser.media(prefers_color_scheme="light")
@@ -57,12 +53,12 @@ def page(browser: Browser, server: Server) -> Iterator[Browser]:
     assert browser.complaints() == []
 
 
-def settings(page: Browser, **values: object) -> None:
+def settings(page, **values):
     for name, value in values.items():
         page.run("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
 
 
-def asked(page: Browser, text: str) -> Any:
+def asked(page, text):
     """Send a message with the keyboard; returns the answer's element when the answer is complete."""
     before = page.all(".answer")[-1:]
     page["text"].send_keys(text, ENTER)
@@ -70,17 +66,15 @@ def asked(page: Browser, text: str) -> Any:
     return page.all(".answer")[-1]
 
 
-def api(server: Server, **fields: Any) -> dict[str, Any]:
+def api(server, **fields):
     """Ask the same question without a browser."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "seed": 7, "max_tokens": 48, **fields}
     headers = {"authorization": f"Bearer {KEY}"}
-    made: dict[str, Any] = httpx.post(
-        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60
-    ).json()
+    made = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
     return made
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser: Browser, server: Server) -> None:
+def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser, server):
     browser.driver.get(server.url)
     browser.run("sessionStorage.clear()")
     browser.driver.refresh()
@@ -106,7 +100,7 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser: Browser, serv
     assert KEY not in browser.driver.page_source
 
 
-def test_chat_shows_who_guessed_each_token(page: Browser, server: Server) -> None:
+def test_chat_shows_who_guessed_each_token(page, server):
     answer = asked(page, PROMPT)
     made = api(server, return_token_ids=True)["choices"][0]
     assert answer.find_element("css selector", ".said").get_property("textContent") == made["message"]["content"]
@@ -136,7 +130,7 @@ def test_chat_shows_who_guessed_each_token(page: Browser, server: Server) -> Non
     ]
 
 
-def test_the_race_ends_in_the_same_text(page: Browser) -> None:
+def test_the_race_ends_in_the_same_text(page):
     settings(page, temperature=0.8)
     page.run(WATCH)
     page.run("""
@@ -169,7 +163,7 @@ def test_the_race_ends_in_the_same_text(page: Browser) -> None:
 
 
 @pytest.mark.parametrize("by", ["escape", "button"])
-def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> None:
+def test_stop_cancels_in_the_engine(page, server, by):
     for seed in range(8):  # with some seeds, the text ends before a slow browser stops it
         settings(page, temperature=2, seed=seed, **{"max-tokens": 1800})
         at = len(server.log)
@@ -189,15 +183,11 @@ def test_stop_cancels_in_the_engine(page: Browser, server: Server, by: str) -> N
     assert page.run("return [...document.querySelectorAll('.answer .said')].at(-1).textContent") == kept
 
 
-def test_what_a_model_writes_stays_text(page: Browser) -> None:
+def test_what_a_model_writes_stays_text(page):
     evil = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script><b>x</b>&amp;\u202e'
     chunk = {
-        "token_ids": [1],
-        "levels": [evil],
-        "text_offset": [0],
-        "finish_reason": "stop",
-        "delta": {"content": evil},
-    }
+        "token_ids": [1], "levels": [evil], "text_offset": [0], "finish_reason": "stop", "delta": {"content": evil},
+    }  # fmt: skip
     stream = f"data: {json.dumps({'choices': [chunk]})}\n\ndata: [DONE]\n\n"
     page.run("window.fetch = async () => new Response(arguments_[0])".replace("arguments_[0]", json.dumps(stream)))
     answer = asked(page, evil)
@@ -206,9 +196,9 @@ def test_what_a_model_writes_stays_text(page: Browser) -> None:
     assert evil in page["legend"].get_property("textContent")
 
 
-def streams(page: Browser, *texts: str, error: str | None = None) -> None:
+def streams(page, *texts, error=None):
     """Replace every answer from now on: one token per text, and `error` at the end."""
-    events: list[dict[str, Any]] = []
+    events = []
     at = 0
     for text in texts:
         tokens = {"token_ids": [1], "levels": [None], "text_offset": [at]}
@@ -237,12 +227,12 @@ def f(x):
 [evil](javascript:alert(1)) <img src=x onerror=alert(1)>"""
 
 
-def test_markdown_and_code_are_shown_as_such(page: Browser) -> None:
+def test_markdown_and_code_are_shown_as_such(page):
     page.run("document.getElementById('markdown').checked = true")
     streams(page, *(MARKDOWN[i : i + 3] for i in range(0, len(MARKDOWN), 3)))
     said = asked(page, "x").find_element("css selector", ".said")
 
-    def found(selector: str) -> list[str]:
+    def found(selector):
         return [e.get_property("textContent") for e in said.find_elements("css selector", selector)]
 
     assert found("h3") == ["Title"] and found("strong") == ["bold and soft"] and found("em") == ["and"]
@@ -262,7 +252,7 @@ def test_markdown_and_code_are_shown_as_such(page: Browser) -> None:
     assert found("details p") == ["why"] and found(":scope > p") == ["so"]
 
 
-def test_what_was_written_stays_when_the_engine_dies(page: Browser) -> None:
+def test_what_was_written_stays_when_the_engine_dies(page):
     streams(page, "half ", "an answer", error="the engine has stopped")
     answer = asked(page, "my words")
     assert answer.find_element("css selector", ".said").text == "half an answer"
@@ -277,7 +267,7 @@ def test_what_was_written_stays_when_the_engine_dies(page: Browser) -> None:
     assert page.all(".answer .said")[0].text == "a whole one", "nothing took its place"
 
 
-def test_the_browser_keeps_the_page_to_its_rules(page: Browser) -> None:
+def test_the_browser_keeps_the_page_to_its_rules(page):
     tried = page.run("""
         const p = document.createElement('p'), script = document.createElement('script'), tried = {};
         document.body.append(p);
@@ -305,7 +295,7 @@ def test_the_browser_keeps_the_page_to_its_rules(page: Browser) -> None:
     assert "Content Security Policy" in said and "connect-src" in said and "TrustedScript" in said
 
 
-def test_errors_say_what_to_do(page: Browser) -> None:
+def test_errors_say_what_to_do(page):
     settings(page, **{"max-tokens": 99999})
     page["text"].send_keys("x", ENTER)
     assert "2048" in page.until(lambda: page.all(".fault"))[0].text

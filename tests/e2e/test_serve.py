@@ -1,32 +1,27 @@
 """The server as clients see it: one text, however it is requested, and every field of the API works as documented."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from fixtures_server import Server, events, gauge, serving, sockets, wait_until
+from fixtures_server import events, gauge, serving, sockets, wait_until
 
 from sameseed import LLM, SamplingParams
 from sameseed.server.protocol import ChatFields, CompletionFields
 
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "🙂") for end in ("of", "is a, b")]
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24, "ignore_eos": True}
 JSON_TYPE = {"content-type": "application/json"}
 BLOCKS = 24  # blocks of 16 tokens: two of the longest texts fit, four sequences may run
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+def server(pair_folders):
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--policy", "fixed", "--served-model-name", "tiny"]
     flags += ["--max-num-seqs", "4", "--num-blocks", str(BLOCKS), "--max-queue", "40"]
@@ -35,29 +30,29 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
+def http(server):
     with server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def llm(pair_folders: tuple[Path, Path]) -> LLM:
+def llm(pair_folders):
     """The target alone, in this process: the texts to compare with."""
     return LLM(str(pair_folders[0]))
 
 
-def complete(http: httpx.Client, prompt: Any, **fields: Any) -> dict[str, Any]:
+def complete(http, prompt, **fields):
     response = http.post("/v1/completions", json={"prompt": prompt, **fields})
     assert response.status_code == 200, response.text
-    made: dict[str, Any] = response.json()
+    made = response.json()
     return made
 
 
-def text_of(http: httpx.Client, prompt: Any, **fields: Any) -> str:
+def text_of(http, prompt, **fields):
     return str(complete(http, prompt, **fields)["choices"][0]["text"])
 
 
-def streamed(http: httpx.Client, prompt: Any, **fields: Any) -> list[dict[str, Any]]:
+def streamed(http, prompt, **fields):
     body = {"prompt": prompt, "stream": True, **fields}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
@@ -65,19 +60,19 @@ def streamed(http: httpx.Client, prompt: Any, **fields: Any) -> list[dict[str, A
         return events(response)
 
 
-def refused(http: httpx.Client, status: int = 400, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+def refused(http, status=400, path="/v1/completions", **fields):
     response = http.post(path, json=fields)
     assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
+    error = response.json()["error"]
     return error
 
 
-def own(llm: LLM, prompt: str, **fields: Any) -> str:
+def own(llm, prompt, **fields):
     return llm.generate(prompt, SamplingParams(**fields))[0].text
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[1::2])
-def test_one_text_streamed_or_not_with_drafts_or_without(http: httpx.Client, llm: LLM, prompt: str) -> None:
+def test_one_text_streamed_or_not_with_drafts_or_without(http, llm, prompt):
     alone = own(llm, prompt, **SAMPLED)
     assert text_of(http, prompt, **SAMPLED) == alone
     pieces = streamed(http, prompt, **SAMPLED)
@@ -89,7 +84,7 @@ def test_one_text_streamed_or_not_with_drafts_or_without(http: httpx.Client, llm
     assert text_of(http, llm.tokenizer.encode(prompt), **SAMPLED) == alone
 
 
-def test_one_text_under_load(server: Server, http: httpx.Client, llm: LLM) -> None:
+def test_one_text_under_load(server, http, llm):
     """Four sequences run, but the cache fits two of the longest: some wait or are preempted, no text changes."""
     fields = {**SAMPLED, "max_tokens": 120}
     alone = [own(llm, p, **fields) for p in PROMPTS]
@@ -101,7 +96,7 @@ def test_one_text_under_load(server: Server, http: httpx.Client, llm: LLM) -> No
     wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
 
 
-def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
+def test_choices_prompts_and_usage(http, llm):
     made = complete(http, PROMPTS[:2], n=3, **SAMPLED)
     assert [c["index"] for c in made["choices"]] == list(range(6))
     for p, prompt in enumerate(PROMPTS[:2]):
@@ -128,7 +123,7 @@ def test_choices_prompts_and_usage(http: httpx.Client, llm: LLM) -> None:
     assert negative[0] == negative[1]
 
 
-def test_metrics_of_a_request(http: httpx.Client) -> None:
+def test_metrics_of_a_request(http):
     made = complete(http, "the sum of", **SAMPLED)["metrics"]
     spec = made["speculative_decoding"]
     assert len(spec["per_step_accepted"]) == spec["num_spec_steps"]
@@ -144,13 +139,13 @@ def test_metrics_of_a_request(http: httpx.Client) -> None:
     assert off["sameseed"]["undrafted"]["off"] > 10
 
 
-def test_a_prefix_is_computed_once_for_each_tenant(http: httpx.Client, llm: LLM) -> None:
+def test_a_prefix_is_computed_once_for_each_tenant(http, llm):
     """Usage and metrics report how many prompt tokens were found in the prefix cache; a salt keeps requests apart."""
     prompt = " ".join(PROMPTS * 2)
     ids = llm.tokenizer.encode(prompt)
     asked = {"max_tokens": 4, "ignore_eos": True, "seed": 2}
 
-    def found(**fields: Any) -> tuple[str, int]:
+    def found(**fields):
         made = complete(http, prompt, **asked, **fields)
         return made["choices"][0]["text"], made["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -192,10 +187,10 @@ OF_VLLM = """
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "guides" / "grafana.json"
 
 
-def test_dashboards_find_what_they_select(http: httpx.Client) -> None:
+def test_dashboards_find_what_they_select(http):
     """Every series that a panel selects exists, with the labels that the panel filters and sums by."""
     complete(http, "the sum of", **SAMPLED)
-    found: dict[str, set[str]] = {}
+    found = {}
     for line in http.get("/metrics").text.splitlines():
         name, _, labels = line.partition(" ")[0].partition("{")
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
@@ -214,7 +209,7 @@ def test_dashboards_find_what_they_select(http: httpx.Client) -> None:
             assert summed <= known and ("model_name" in known) == ("vllm:" in expression), panel["title"]
 
 
-def test_fields_that_change_the_prompt_and_how_it_is_told(http: httpx.Client, llm: LLM) -> None:
+def test_fields_that_change_the_prompt_and_how_it_is_told(http, llm):
     text, short = "the sum of two numbers", {"max_tokens": 2, "temperature": 0}
     ids = llm.tokenizer.encode(text)
     kept = complete(http, text, truncate_prompt_tokens=3, return_token_ids=True, **short)
@@ -234,7 +229,7 @@ def test_fields_that_change_the_prompt_and_how_it_is_told(http: httpx.Client, ll
         assert events(response)[0]["prompt_token_ids"] == whole["prompt_token_ids"]
 
 
-def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
+def test_tokens_and_who_guessed_them(http):
     fields = {**SAMPLED, "return_token_ids": True}
     choice = complete(http, "für 你好 🙂", **fields)["choices"][0]
     assert choice["accepted"] == [int(level is not None) for level in choice["levels"]]
@@ -252,7 +247,7 @@ def test_tokens_and_who_guessed_them(http: httpx.Client) -> None:
     assert "levels" not in complete(http, "the", max_tokens=2)["choices"][0]
 
 
-def test_choices_that_are_given(http: httpx.Client) -> None:
+def test_choices_that_are_given(http):
     choices = ["yes", "no", "für 你好", "yes, of course"]
     fields = {"temperature": 1.5, "max_tokens": 30, "n": 8, "seed": 3}
     made = complete(http, "is it?", structured_outputs={"choice": choices}, **fields)
@@ -270,12 +265,11 @@ def test_choices_that_are_given(http: httpx.Client) -> None:
     assert refused(http, prompt="x", structured_outputs={"lark": "a*"})["param"] == "structured_outputs"
 
 
-def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
+def test_log_probabilities_and_echo(http, llm):
     prompt = "the sum of all parts"
     asked = {"temperature": 0, "max_tokens": 4, "logprobs": 2, "ignore_eos": True}
     made = complete(http, prompt, **asked)["choices"][0]
     mine = llm.generate(prompt, SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True))[0]
-    assert mine.logprobs is not None
     assert made["logprobs"]["token_logprobs"] == [p.logprob for p in mine.logprobs]
     assert "".join(made["logprobs"]["tokens"]) == made["text"]
     echoed = complete(http, prompt, echo=True, **asked)["choices"][0]
@@ -301,7 +295,7 @@ def test_log_probabilities_and_echo(http: httpx.Client, llm: LLM) -> None:
     assert text_of(http, prompt, echo=True, temperature=0, max_tokens=4, ignore_eos=True) == echoed["text"]
 
 
-def test_chat(http: httpx.Client, llm: LLM) -> None:
+def test_chat(http, llm):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the<|end|> sum 你好"}]
     fields = {**SAMPLED, "messages": messages, "logprobs": True, "top_logprobs": 1}
     made = http.post("/v1/chat/completions", json=fields).json()
@@ -322,8 +316,8 @@ def test_chat(http: httpx.Client, llm: LLM) -> None:
     assert long["usage"]["total_tokens"] == 256, "to the end of the context where nothing is said"
 
 
-def test_responses(http: httpx.Client, llm: LLM) -> None:
-    asked: dict[str, Any] = {"input": "the sum", "instructions": "be brief", "max_output_tokens": 20}
+def test_responses(http, llm):
+    asked = {"input": "the sum", "instructions": "be brief", "max_output_tokens": 20}
     asked |= {"temperature": 0, "ignore_eos": True}
     made = http.post("/v1/responses", json=asked).json()
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the sum"}]
@@ -340,7 +334,7 @@ def test_responses(http: httpx.Client, llm: LLM) -> None:
     assert "not stored" in error["message"]
 
 
-def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
+def test_tokens_and_models(http, llm):
     text = "für 你好 🙂"
     made = http.post("/tokenize", json={"prompt": text}).json()
     assert made["tokens"] == llm.tokenizer.encode(text) and made["count"] == len(made["tokens"])
@@ -357,7 +351,7 @@ def test_tokens_and_models(http: httpx.Client, llm: LLM) -> None:
     assert http.get("/ready").status_code == http.get("/version").status_code == 200
 
 
-def test_what_cannot_be_is_refused(http: httpx.Client) -> None:
+def test_what_cannot_be_is_refused(http):
     assert refused(http, prompt="x", suffix="y")["param"] == "suffix"
     assert refused(http, prompt="")["param"] == "prompt"
     assert refused(http, prompt=[304])["param"] == "prompt", "beyond the width of the logits"
@@ -376,7 +370,7 @@ def test_what_cannot_be_is_refused(http: httpx.Client) -> None:
     assert refused(http, path="/detokenize", tokens=[304])["param"] == "prompt"
 
 
-def test_what_is_more_than_fits_ends_where_the_context_does(http: httpx.Client) -> None:
+def test_what_is_more_than_fits_ends_where_the_context_does(http):
     made = complete(http, "the sum", max_tokens=256, ignore_eos=True, temperature=0)
     assert made["usage"]["total_tokens"] == 256 and made["choices"][0]["finish_reason"] == "length"
     assert complete(http, "the sum", max_tokens=2, min_tokens=9, temperature=0)["usage"]["completion_tokens"] == 2
@@ -386,7 +380,7 @@ def test_what_is_more_than_fits_ends_where_the_context_does(http: httpx.Client) 
     assert whole.json()["usage"]["completion_tokens"] == 2, "2.0 and 2 are one number"
 
 
-def test_the_document_names_every_field(http: httpx.Client) -> None:
+def test_the_document_names_every_field(http):
     document = http.get("/openapi.json").json()
     for path, kind in (("/v1/completions", CompletionFields), ("/v1/chat/completions", ChatFields)):
         operation = document["paths"][path]["post"]
@@ -398,10 +392,10 @@ def test_the_document_names_every_field(http: httpx.Client) -> None:
         assert {"200", "4XX", "5XX"} == operation["responses"].keys(), "422 is never sent"
 
 
-def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> None:
+def test_a_full_queue_says_so_at_once(server, http):
     """There are 44 places. Requests for 16 sequences fill them; the others get 429 with a time to come back."""
 
-    def ask(i: int) -> httpx.Response:
+    def ask(i):
         return http.post("/v1/completions", json={"prompt": f"the {i}", "n": 16, "max_tokens": 60, "ignore_eos": True})
 
     with ThreadPoolExecutor(6) as pool:
@@ -413,7 +407,7 @@ def test_a_full_queue_says_so_at_once(server: Server, http: httpx.Client) -> Non
     assert text_of(http, "the", max_tokens=2)
 
 
-def leave(server: Server, body: dict[str, Any], read: int) -> None:
+def leave(server, body, read):
     """Send a request, read `read` bytes of the answer, hang up."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     data = json.dumps(body).encode()
@@ -426,7 +420,7 @@ def leave(server: Server, body: dict[str, Any], read: int) -> None:
 
 
 @pytest.mark.parametrize(("stream", "read"), [(True, 700), (False, 0), (True, 0)])
-def test_who_leaves_frees_the_engine(server: Server, http: httpx.Client, stream: bool, read: int) -> None:
+def test_who_leaves_frees_the_engine(server, http, stream, read):
     body = {"prompt": "the sum of", "n": 16, "max_tokens": 240, "ignore_eos": True, "stream": stream}
     before = gauge(http, "generation_tokens_total")
     leavers = [threading.Thread(target=leave, args=(server, body, read)) for _ in range(2)]
@@ -441,7 +435,7 @@ def test_who_leaves_frees_the_engine(server: Server, http: httpx.Client, stream:
     assert 'status="499"' in http.get("/metrics").text
 
 
-def test_the_official_client(server: Server, llm: LLM) -> None:
+def test_the_official_client(server, llm):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == ["tiny"]
@@ -470,7 +464,7 @@ def test_the_official_client(server: Server, llm: LLM) -> None:
         client.completions.create(model="other", prompt="x")
 
 
-def test_one_port_and_no_connection_outwards(server: Server, http: httpx.Client) -> None:
+def test_one_port_and_no_connection_outwards(server, http):
     """By /proc: the server has one listening socket and only connections accepted on it; the engine has no socket."""
     port = int(server.url.rpartition(":")[2])
     http.get("/version")

@@ -11,13 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from fixtures_server import Server, children, gauge, wait_until
 
@@ -26,12 +23,12 @@ from sameseed.server.run import bind
 
 KEY = "key-of-the-tests"
 ENVIRONMENT = {"SAMESEED_API_KEY": "key-of-the-environment"}
-FIELDS: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+FIELDS = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
 LONG = {**FIELDS, "max_tokens": 230, "n": 4}
 
 
 @contextmanager
-def started(model: Path, folder: Path, *more: str) -> Iterator[Server]:
+def started(model, folder, *more):
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram", "--policy", "fixed", *more]
@@ -45,22 +42,22 @@ def started(model: Path, folder: Path, *more: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(pair_folders, tmp_path_factory):
     with started(pair_folders[0], tmp_path_factory.mktemp("keys")) as made:
         yield made
 
 
-def visitor(server: Server) -> httpx.Client:
+def visitor(server):
     return server.client(headers={"authorization": f"Bearer {KEY}"})
 
 
 @pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
+def http(server):
     with visitor(server) as client:
         yield client
 
 
-def complete(http: httpx.Client, prompt: str = "the sum of") -> str:
+def complete(http, prompt="the sum of"):
     response = http.post("/v1/completions", json={"prompt": prompt, **FIELDS})
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
@@ -69,7 +66,7 @@ def complete(http: httpx.Client, prompt: str = "the sum of") -> str:
 class Reader(threading.Thread):
     """Reads one stream to its end and notes when it ended."""
 
-    def __init__(self, http: httpx.Client, begun: Callable[[], None] = lambda: None, **fields: Any) -> None:
+    def __init__(self, http, begun=lambda: None, **fields):
         """`begun` is called in this thread when the stream has begun, so that its end is still far away."""
         super().__init__(daemon=True)
         self._http, self._fields, self._begun = http, fields, begun
@@ -78,7 +75,7 @@ class Reader(threading.Thread):
         self.ended = 0.0
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         body = {"prompt": "the sum of", "stream": True, **self._fields}
         with self._http.stream("POST", "/v1/completions", json=body) as response:
             self.status = response.status_code
@@ -88,11 +85,11 @@ class Reader(threading.Thread):
                     self._begun()
         self.ended = time.monotonic()
 
-    def wait_begun(self) -> None:
+    def wait_begun(self):
         wait_until(lambda: len(self.lines) > 2)
 
 
-def test_keys(server: Server, http: httpx.Client) -> None:
+def test_keys(server, http):
     with server.client() as stranger:
         assert stranger.get("/health").status_code == 200
         assert stranger.post("/v1/completions", json={"prompt": "x"}).status_code == 401
@@ -104,11 +101,11 @@ def test_keys(server: Server, http: httpx.Client) -> None:
     assert b"key-of-the-environment" not in Path(f"/proc/{server.engine_pid}/environ").read_bytes()
 
 
-def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.Client) -> None:
+def test_one_keys_flood_keeps_no_other_key_waiting(server, http):
     """Four sequences run at once. One key's 28 come first; another key's one must end while some of these wait."""
-    ended: list[int] = []
+    ended = []
 
-    def flood(number: int) -> None:
+    def flood(number):
         assert http.post("/v1/completions", json={"prompt": "the sum of", **LONG}).status_code == 200
         ended.append(number)
 
@@ -123,7 +120,7 @@ def test_one_keys_flood_keeps_no_other_key_waiting(server: Server, http: httpx.C
     assert alone == complete(http), "whose turn it is changes no text"
 
 
-def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
+def test_bad_clients_harm_nobody(server, http):
     """Malformed, cut-off, slow and idle clients among good ones, whose texts must not change."""
     alone = {p: complete(http, p) for p in ("the sum of", "def add(", "a list")}
     host, _, port = server.url.removeprefix("http://").partition(":")
@@ -139,7 +136,7 @@ def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
     for connection in idle:
         connection.sendall(rng.choice(heads))
 
-    def visit(i: int) -> tuple[str, str] | None:
+    def visit(i):
         kind, prompt = i % 4, rng.choice(list(alone))
         if kind == 0:
             bad = http.post("/v1/completions", content=rng.randbytes(50), headers={"content-type": "application/json"})
@@ -166,13 +163,13 @@ def test_bad_clients_harm_nobody(server: Server, http: httpx.Client) -> None:
     assert not [entry for entry in server.log if "trace" in entry]
 
 
-def told(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
+def told(server, body):
     """The lines of the log that have the id of a failed request and the reason that its client got."""
     mine = [e for e in server.log if body["request_id"] in json.dumps(e)]
     return [entry for entry in mine if body["error"]["message"] in (entry.get("error") or entry["message"])]
 
 
-def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> None:
+def test_a_poisoned_request_ends_alone(server, http):
     """With every token banned, none can be chosen, and only the engine notices. Its neighbour must not be affected."""
     alone = complete(http)
     neighbour = Reader(http, **FIELDS)
@@ -194,14 +191,14 @@ def test_a_poisoned_request_ends_alone(server: Server, http: httpx.Client) -> No
     wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
 
 
-def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
+def test_a_dead_engine_is_replaced(server, http):
     alone, drafted = complete(http), gauge(http, "spec_decode_num_drafts_total")
     engine = server.engine_pid
     many = {**LONG, "prompt": ["the sum of"] * 8, "n": 8}  # far from done when the engine dies
-    killed: list[float] = []
-    others: list[Reader] = []
+    killed = []
+    others = []
 
-    def kill() -> None:
+    def kill():
         others.extend(Reader(http, **many) for _ in range(2))
         killed.append(time.monotonic())
         os.kill(engine, signal.SIGKILL)
@@ -228,7 +225,7 @@ def test_a_dead_engine_is_replaced(server: Server, http: httpx.Client) -> None:
     assert gauge(http, "spec_decode_num_drafts_total") >= drafted > 0, "counters never go back"
 
 
-def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: httpx.Client) -> None:
+def test_a_stopped_engine_that_goes_on_is_no_dead_one(server, http):
     reader, engine = Reader(http, **FIELDS), server.engine_pid
     os.kill(engine, signal.SIGSTOP)
     time.sleep(0.5)
@@ -238,7 +235,7 @@ def test_a_stopped_engine_that_goes_on_is_no_dead_one(server: Server, http: http
     assert reader.lines[-1] == "[DONE]" and server.engine_pid == engine
 
 
-def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_sigterm_drains(pair_folders, tmp_path):
     """Running streams end well or with an error message, new requests are refused at once, no process is left."""
     with started(pair_folders[0], tmp_path, "--max-queue", "5000") as server, visitor(server) as http:
         alone = complete(http)
@@ -264,7 +261,7 @@ def test_sigterm_drains(pair_folders: tuple[Path, Path], tmp_path: Path) -> None
         assert not children(server.process.pid) and not Path(f"/proc/{engine}").exists()
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
+def test_a_model_that_cannot_be_loaded_is_one_line():
     """The server reports what the engine's process finds out, and exits."""
     command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--max-model-len", "100000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -272,6 +269,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     assert "is above the model's own" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
         bind("127.0.0.1", taken.getsockname()[1])

@@ -1,17 +1,14 @@
 """schemathesis with the OpenAPI document: valid requests are accepted, the others refused, and no status is 5xx."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures_server import Server, serving
+from fixtures_server import serving
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 pytest.importorskip("schemathesis")
@@ -25,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def with_sentences(folder: Path, made: Path) -> Path:
+def with_sentences(folder, made):
     """A copy of a model with a tokenizer as sentencepiece has it, and a template with tools."""
     shutil.copytree(folder, made)
     (end,) = {json.loads((folder / "config.json").read_text())["eos_token_id"]}
@@ -44,9 +41,7 @@ def with_sentences(folder: Path, made: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=["bytes", "sentences"])
-def server(
-    pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Server]:
+def server(pair_folders, tmp_path_factory, request):
     model, draft = pair_folders
     flags = ["--draft", str(draft)]
     if request.param == "sentences":
@@ -57,7 +52,7 @@ def server(
     assert not [entry for entry in made.log if "trace" in entry]
 
 
-def fuzz(server: Server, folder: Path, *more: str) -> None:
+def fuzz(server, folder, *more):
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *CHECKS, "--mode", "all"]
     command += ["--header", f"Authorization: Bearer {KEY}", "--no-color", "--generation-deterministic", *more]
     command += ["--request-timeout", "60", "--max-response-time", "60"]  # its own 10 s are short on a busy machine
@@ -66,10 +61,10 @@ def fuzz(server: Server, folder: Path, *more: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
-def test_a_few_examples(server: Server, tmp_path: Path) -> None:
+def test_a_few_examples(server, tmp_path):
     fuzz(server, tmp_path, "--phases", "fuzzing", "--max-examples", "4")
 
 
 @pytest.mark.slow
-def test_two_hundred_examples_an_operation(server: Server, tmp_path: Path) -> None:
+def test_two_hundred_examples_an_operation(server, tmp_path):
     fuzz(server, tmp_path, "--phases", "examples,coverage,fuzzing", "--max-examples", "200")

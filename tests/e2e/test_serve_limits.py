@@ -1,7 +1,5 @@
 """A server with few file descriptors, a full disk for its log and clients that only wait: it keeps working."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -9,10 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,13 +15,13 @@ from fixtures_server import START, children, gauge, num_files, program_of, socke
 
 FILES = 120
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-FIELDS: dict[str, Any] = {"prompt": "the sum of", "max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+FIELDS = {"prompt": "the sum of", "max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
 
 
 class Poor:
     """A server with few file descriptors, whose log goes to a device that is always full."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags):
         command = [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--threads", "1", *flags]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with open("/dev/full", "w") as full:
@@ -38,25 +33,25 @@ class Poor:
         self.url = f"http://127.0.0.1:{self.port}"
         wait_until(self._is_ready, START)
 
-    def _listens(self) -> bool:
+    def _listens(self):
         """Nobody can read the log, so the port comes from /proc."""
         assert self.process.poll() is None, "the server ended"
         self.port = next((port for port, _, state in sockets(self.process.pid) if state == "0A"), 0)
         return self.port > 0
 
-    def _is_ready(self) -> bool:
+    def _is_ready(self):
         assert self.process.poll() is None, "the server ended"
         try:
             return httpx.get(f"{self.url}/ready").status_code == 200
         except httpx.TransportError:
             return False
 
-    def connect(self) -> socket.socket:
+    def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), 10)
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path]) -> Iterator[Poor]:
+def server(pair_folders):
     made = Poor("--model", str(pair_folders[0]), "--draft", "ngram", "--max-num-seqs", "4")
     try:
         yield made
@@ -66,13 +61,13 @@ def server(pair_folders: tuple[Path, Path]) -> Iterator[Poor]:
         assert not children(made.process.pid)
 
 
-def text_of(http: httpx.Client) -> str:
+def text_of(http):
     response = http.post("/v1/completions", json=FIELDS)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
 
 
-def was_refused(connection: socket.socket) -> bool:
+def was_refused(connection):
     """Whether the server closed the connection at once because there are too many."""
     connection.settimeout(0.05)
     try:
@@ -85,7 +80,7 @@ def was_refused(connection: socket.socket) -> bool:
     return True
 
 
-def test_connections_without_number(server: Poor) -> None:
+def test_connections_without_number(server):
     """200 silent connections use up the file descriptors that are meant for clients, and no more.
 
     Accepted clients are not affected, a dead engine is still replaced, and once the connections close there is room
@@ -109,7 +104,7 @@ def test_connections_without_number(server: Poor) -> None:
             assert text_of(other) == alone
 
 
-def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
+def test_who_does_not_read_holds_up_nobody(server):
     body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         alone = text_of(http)
@@ -127,7 +122,7 @@ def test_who_does_not_read_holds_up_nobody(server: Poor) -> None:
         assert text_of(http) == alone
 
 
-def test_half_of_a_body_and_no_more(server: Poor) -> None:
+def test_half_of_a_body_and_no_more(server):
     with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
         before = num_files(server.process.pid)
         for _ in range(20):

@@ -1,17 +1,13 @@
 """Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: no request leaves a trace."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import Server, gauge, num_files, serving, wait_until
+from fixtures_server import gauge, num_files, serving, wait_until
 
 from sameseed import LLM, SamplingParams
 
@@ -22,21 +18,21 @@ PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", 
 KINDS = ["plain"] * 10 + ["stream"] * 8 + ["slow"] * 2 + ["left"] * 6 + ["malformed"] * 3
 
 
-def fields(i: int) -> dict[str, Any]:
+def fields(i):
     """Parameters of the i-th request: greedy or sampled, short or long, with and without penalties and speculation."""
-    made: dict[str, Any] = {"max_tokens": 4 + i % 40, "seed": i % 5, "temperature": (0.0, 0.8, 1.2)[i % 3]}
+    made = {"max_tokens": 4 + i % 40, "seed": i % 5, "temperature": (0.0, 0.8, 1.2)[i % 3]}
     made |= {"ignore_eos": True} | ({"presence_penalty": 0.5} if i % 4 == 0 else {})
     return made
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path]) -> Iterator[Server]:
+def server(pair_folders):
     flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1])]
     with serving(*flags, "--max-num-seqs", "8") as made:
         yield made
 
 
-async def visit(http: httpx.AsyncClient, i: int, counts: Counter[Any]) -> tuple[int, str] | None:
+async def visit(http, i, counts):
     """Send one request of a random kind; returns its number and its text, if it has one."""
     rng = random.Random(i)
     kind, body = rng.choice(KINDS), {"prompt": PROMPTS[i % 8], **fields(i)}
@@ -67,12 +63,12 @@ async def visit(http: httpx.AsyncClient, i: int, counts: Counter[Any]) -> tuple[
     return None if text is None else (i, text)
 
 
-async def visit_all(url: str, numbers: range, counts: Counter[Any]) -> dict[int, str]:
+async def visit_all(url, numbers, counts):
     """Send the requests with a fixed number of clients at once; texts by request."""
     todo, texts = iter(numbers), {}
     limits = httpx.Limits(max_connections=CONCURRENCY)
 
-    async def visitor(http: httpx.AsyncClient) -> None:
+    async def visitor(http):
         for i in todo:
             made = await visit(http, i, counts)
             if made is not None:
@@ -83,14 +79,14 @@ async def visit_all(url: str, numbers: range, counts: Counter[Any]) -> dict[int,
     return texts
 
 
-def resident(pid: int) -> int:
+def resident(pid):
     """Resident memory of a process in kilobytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-def test_load(server: Server, pair_folders: tuple[Path, Path]) -> None:
-    counts: Counter[Any] = Counter()
+def test_load(server, pair_folders):
+    counts = Counter()
     pids = (server.process.pid, server.engine_pid)
     warm_up = NUM_REQUESTS // 5
     texts = asyncio.run(visit_all(server.url, range(warm_up), counts))

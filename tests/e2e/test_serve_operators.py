@@ -1,7 +1,5 @@
 """What operators do: keys with limits on a UNIX socket, read again by SIGHUP; TLS; signals that end nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,9 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,10 +18,10 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.process import SERVERS_OWN
 from sameseed.server.run import bind_unix
 
-FIELDS: dict[str, Any] = {"prompt": "the sum of", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+FIELDS = {"prompt": "the sum of", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
-def test_a_socket_its_keys_and_signals(pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_socket_its_keys_and_signals(pair_folders, tmp_path):
     """Neither a hang-up nor a log rotation ends a stream; keys that were removed are refused."""
     path, keys = tmp_path / "socket", tmp_path / "keys"
     with socket.socket(socket.AF_UNIX) as dead:
@@ -59,7 +55,7 @@ def test_a_socket_its_keys_and_signals(pair_folders: tuple[Path, Path], tmp_path
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path, Path]]]:
+def pairs(tmp_path_factory):
     """Two certificates for localhost, with their keys."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes certificates, is not installed")
@@ -73,14 +69,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path,
     yield found
 
 
-def test_certificates(pairs: list[tuple[Path, Path]], pair_folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_certificates(pairs, pair_folders, tmp_path):
     """A renewed certificate is used after SIGHUP; one without its key changes nothing."""
     cert, key = (Path(shutil.copy(file, tmp_path)) for file in pairs[0])
     flags = ("--model", str(pair_folders[0]), "--draft", "none", "--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
     with serving(*flags) as server:
         assert server.url.startswith("https://127.0.0.1")
 
-        def version(trusted: int) -> int:
+        def version(trusted):
             context = ssl.create_default_context(cafile=str(pairs[trusted][0]))
             return httpx.get(f"{server.url}/version", verify=context, headers={"host": "localhost"}).status_code
 
@@ -97,7 +93,7 @@ def test_certificates(pairs: list[tuple[Path, Path]], pair_folders: tuple[Path, 
         assert version(1) == 200
 
 
-def test_certificates_that_cannot_be_used(pairs: list[tuple[Path, Path]], tmp_path: Path) -> None:
+def test_certificates_that_cannot_be_used(pairs, tmp_path):
     (cert, key), (_, other) = pairs
     text = tmp_path / "text"
     text.write_text("no certificate")
@@ -106,7 +102,7 @@ def test_certificates_that_cannot_be_used(pairs: list[tuple[Path, Path]], tmp_pa
             ServerConfig(ssl_certfile=files[0], ssl_keyfile=files[1])
 
 
-def test_paths_that_are_no_socket(tmp_path: Path) -> None:
+def test_paths_that_are_no_socket(tmp_path):
     file = tmp_path / "file"
     file.write_text("precious")
     for path in (file, tmp_path, tmp_path / "none" / "socket", tmp_path / ("x" * 200)):

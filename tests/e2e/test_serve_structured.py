@@ -7,13 +7,10 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import httpx
 import pytest
-from fixtures_server import Server, children, events, program_of, serving
+from fixtures_server import children, events, program_of, serving
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,16 +30,16 @@ WEATHER = {
     "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "minimum": 1, "maximum": 30}},
     "required": ["city"],
 }
-TOOLS: list[Any] = [
+TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
 ]
-USER: list[Any] = [{"role": "user", "content": "the sum"}]
-HOT: dict[str, Any] = {"temperature": 1.3, "max_tokens": 120}
+USER = [{"role": "user", "content": "the sum"}]
+HOT = {"temperature": 1.3, "max_tokens": 120}
 
 
 @pytest.fixture(scope="module")
-def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(pair_folders, tmp_path_factory):
     target = tmp_path_factory.mktemp("structured") / "target"
     shutil.copytree(pair_folders[0], target)
     config = json.loads((target / "tokenizer_config.json").read_text())
@@ -52,18 +49,18 @@ def server(pair_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
+def http(server):
     with server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def openai(server: Server) -> Iterator[OpenAI]:
+def openai(server):
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
         yield client
 
 
-def texts(http: httpx.Client, **fields: Any) -> list[str]:
+def texts(http, **fields):
     response = http.post("/v1/completions", json={"prompt": "x", "n": 6, "seed": 3, **HOT, **fields})
     assert response.status_code == 200, response.text
     assert {c["finish_reason"] for c in response.json()["choices"]} == {"stop"}, response.text
@@ -87,7 +84,7 @@ class Person(BaseModel):
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
-def test_models_of_pydantic(openai: OpenAI) -> None:
+def test_models_of_pydantic(openai):
     ages = set()
     for seed in range(4):
         done = openai.chat.completions.parse(
@@ -97,14 +94,14 @@ def test_models_of_pydantic(openai: OpenAI) -> None:
         assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person), choice
         ages.add(choice.message.parsed.age)
     assert len(ages) > 1
-    asked: dict[str, Any] = {"model": "tiny", "input": "the sum", "text_format": Person, "max_output_tokens": 200}
+    asked = {"model": "tiny", "input": "the sum", "text_format": Person, "max_output_tokens": 200}
     assert isinstance(openai.responses.parse(**asked, extra_body={"seed": 2}).output_parsed, Person)
 
 
-def test_languages(http: httpx.Client) -> None:
+def test_languages(http):
     """Each form of constraint holds and allows several texts; drafts and streaming do not change the texts."""
     array = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
-    forms: list[tuple[dict[str, Any], Any]] = [
+    forms = [
         ({"structured_outputs": {"regex": r"a{1,3}(b|für)"}}, re.compile(r"a{1,3}(b|für)").fullmatch),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, re.compile("[ab]{3}").fullmatch),
         ({"structured_outputs": {"grammar": 'root ::= "yes" | "no" "!"*'}}, re.compile("yes|no!*").fullmatch),
@@ -129,7 +126,7 @@ def test_languages(http: httpx.Client) -> None:
     assert num_varied > 3
 
 
-def test_json_objects(http: httpx.Client) -> None:
+def test_json_objects(http):
     fields = {"response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "max_tokens": 60, "n": 8}
     response = http.post("/v1/completions", json={"prompt": "x", "temperature": 0.9, "seed": 1, **fields})
     done = [c["text"] for c in response.json()["choices"] if c["finish_reason"] == "stop"]
@@ -144,11 +141,11 @@ def test_json_objects(http: httpx.Client) -> None:
         ({"type": "function", "function": {"name": "weather"}}, {}, {"weather"}),
     ],
 )
-def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, Any], names: set[str]) -> None:
+def test_tools_that_must_be_called(openai, choice, more, names):
     """Calls have the right names and arguments. A stream, put together by the client, gives the same calls."""
-    called: list[str] = []
+    called = []
     for seed in range(5):
-        asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "seed": seed}
+        asked = {"model": "tiny", "messages": USER, "tools": TOOLS, "tool_choice": choice, "seed": seed}
         done = openai.chat.completions.create(**asked, **more, temperature=1.3, max_tokens=130).choices[0]
         assert done.message.content is None and done.message.tool_calls
         if isinstance(choice, dict) or more:
@@ -156,8 +153,8 @@ def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, 
             assert done.finish_reason == ("tool_calls" if more else "stop")
         whole = done.message.tool_calls if done.finish_reason != "length" else done.message.tool_calls[:-1]
         for call in whole:
-            arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
-            called.append(call.function.name)  # type: ignore[union-attr]
+            arguments = json.loads(call.function.arguments)
+            called.append(call.function.name)
             assert arguments == {} or (called[-1] == "weather" and arguments["city"] in CITIES)
             assert 1 <= arguments.get("days", 1) <= 30
         with openai.chat.completions.stream(**asked, **more, temperature=1.3, max_tokens=130) as stream:
@@ -165,8 +162,7 @@ def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, 
             if done.finish_reason != "length":
                 same = stream.get_final_completion().choices[0]
                 assert [(c.function.name, c.function.arguments) for c in same.message.tool_calls or ()] == [
-                    (c.function.name, c.function.arguments)  # type: ignore[union-attr]
-                    for c in done.message.tool_calls
+                    (c.function.name, c.function.arguments) for c in done.message.tool_calls
                 ]
                 assert same.finish_reason == done.finish_reason
         assert not whole or len(pieces) > 0
@@ -174,14 +170,11 @@ def test_tools_that_must_be_called(openai: OpenAI, choice: Any, more: dict[str, 
 
 
 FORMAT = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False,
+}  # fmt: skip
 
 
-def test_a_format_beside_tools(http: httpx.Client) -> None:
+def test_a_format_beside_tools(http):
     """The answer is a call or has the format. What contradicts tools is refused by name."""
     asked = {"messages": USER, "tools": TOOLS, "temperature": 1.3, "max_tokens": 130}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORMAT}}
@@ -206,17 +199,13 @@ def test_a_format_beside_tools(http: httpx.Client) -> None:
         assert error.status_code == 400 and error.json()["error"]["param"] == name
 
 
-BOMBS: list[dict[str, Any]] = [
+BOMBS = [
     {"structured_outputs": {"regex": "(" * 60 + "a" + "){1,999}" * 60}},
     {"structured_outputs": {"regex": "(a{1,9999}){1,9999}b{1,9999}"}},
     {"structured_outputs": {"json": {"type": "string", "minLength": 10**9}}},
     {
         "structured_outputs": {
-            "json": {
-                "type": "array",
-                "items": {"type": "array", "maxItems": 9999, "minItems": 9999},
-                "minItems": 99999,
-            }
+            "json": {"type": "array", "items": {"type": "array", "maxItems": 9999, "minItems": 9999}, "minItems": 99999}
         }
     },
     {"structured_outputs": {"json": {"enum": [f"x{i}" for i in range(5000)]}}},
@@ -232,7 +221,7 @@ BOMBS: list[dict[str, Any]] = [
 ]
 
 
-def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
+def asked_again(http, bomb):
     """The answer to one bomb; asks again, as a client would, if the machine was too busy to judge the bomb."""
     for _ in range(5):
         response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, **bomb})
@@ -243,7 +232,7 @@ def asked_again(http: httpx.Client, bomb: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb: dict[str, Any]) -> None:
+def test_bombs_are_refused_or_harmless(server, http, bomb):
     """Whatever happens to the compiler, the answer comes in bounded time, and no other request is affected."""
     assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1), "with this the compiler's process is there"
     engine, aside = server.engine_pid, program_of(server.process.pid, "aside")
@@ -257,14 +246,14 @@ def test_bombs_are_refused_or_harmless(server: Server, http: httpx.Client, bomb:
     assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1)
 
 
-def test_most_bombs_are_refused(http: httpx.Client) -> None:
+def test_most_bombs_are_refused(http):
     """And remembered, so that asking again costs nothing."""
     statuses = [asked_again(http, bomb).status_code for bomb in BOMBS]
     assert statuses.count(400) >= 7, statuses
 
 
 @pytest.mark.parametrize("content", ["hang", "long", "fat"])
-def test_templates_cannot_hang_the_server(server: Server, http: httpx.Client, content: str) -> None:
+def test_templates_cannot_hang_the_server(server, http, content):
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     refused = http.post("/v1/chat/completions", json=body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages", refused.text
@@ -273,7 +262,7 @@ def test_templates_cannot_hang_the_server(server: Server, http: httpx.Client, co
     assert http.get("/health").status_code == 200
 
 
-def test_a_dead_helper_is_replaced(server: Server, http: httpx.Client) -> None:
+def test_a_dead_helper_is_replaced(server, http):
     assert texts(http, structured_outputs={"regex": "[ab]{2}"}, n=1)
     for pid in [p for p in children(server.process.pid) if p != server.engine_pid]:
         os.kill(pid, signal.SIGKILL)

@@ -1,16 +1,13 @@
 """The wheel as a user gets it: installed into an environment of its own, without a compiler."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +23,7 @@ PROMPT = "A plant needs light because"
 Run = Callable[..., str]
 
 
-def matching_wheel() -> Path:
+def matching_wheel():
     """The wheel in dist/ for the running Python; 3.12 and later use the stable-ABI wheel."""
     tag = "cp312-abi3" if sys.version_info >= (3, 12) else f"cp{sys.version_info[0]}{sys.version_info[1]}"
     wheels = sorted(DIST.glob(f"sameseed-*-{tag}-*.whl"))
@@ -36,7 +33,7 @@ def matching_wheel() -> Path:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A folder with an environment in venv/ that holds only the wheel and its dependencies."""
     home, wheel = tmp_path_factory.mktemp("elsewhere"), matching_wheel()
     subprocess.run([sys.executable, "-m", "venv", home / "venv"], check=True)
@@ -48,10 +45,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path) -> Run:
+def run(home):
     """Runs a command of the environment with no other programs on the path; returns what it printed."""
 
-    def command(*words: str) -> str:
+    def command(*words):
         ran = subprocess.run(words, cwd=home, env=environment(home), capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
@@ -59,12 +56,12 @@ def run(home: Path) -> Run:
     return command
 
 
-def environment(home: Path) -> dict[str, str]:
+def environment(home):
     """Environment variables without any of this process's, so without paths to a compiler or to the checkout."""
     return {"PATH": str(home / "venv" / "bin"), "HOME": str(home), "LANG": "C.UTF-8", "COLUMNS": "80"}
 
 
-def test_the_wheel_brings_the_kernels_of_every_processor(home: Path, run: Run) -> None:
+def test_the_wheel_brings_the_kernels_of_every_processor(home, run):
     code = "import sameseed._native as n; from sameseed.devices import native_isa; print(n.__file__, native_isa())"
     file, isa = run("python", "-c", code).split()
     assert file.startswith(str(home))
@@ -72,7 +69,7 @@ def test_the_wheel_brings_the_kernels_of_every_processor(home: Path, run: Run) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_wheel_writes_the_bytes_that_this_build_writes(run: Run, temperature: float) -> None:
+def test_the_wheel_writes_the_bytes_that_this_build_writes(run, temperature):
     flags = ["--max-tokens", "48", "--temperature", str(temperature), "--seed", "7", "--threads", "1"]
     said = json.loads(run("sameseed", "generate", PROMPT, "--json", *flags))
     ops.set_num_threads(1)
@@ -81,18 +78,17 @@ def test_the_wheel_writes_the_bytes_that_this_build_writes(run: Run, temperature
     assert said["text"] == own.text
 
 
-def test_the_demo_runs_without_extras(run: Run) -> None:
+def test_the_demo_runs_without_extras(run):
     run("sameseed", "demo", "--seconds", "1", "--fetch-seconds", "0")  # exits with 1 if a text differs
 
 
 @pytest.fixture(scope="module")
-def url(home: Path, run: Run) -> Iterator[str]:
+def url(home, run):
     """A server from the environment, after installing the extra that it needs."""
     run("python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "sameseed[server]")
     command = [str(home / "venv" / "bin" / "sameseed"), "serve", "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        entries: Iterator[dict[str, Any]] = (json.loads(line) for line in process.stderr)
+        entries = (json.loads(line) for line in process.stderr)
         listening = next(entry for entry in entries if entry["message"] == "listening")
         next(entry for entry in entries if entry["message"] == "ready")
         yield str(listening["url"])
@@ -101,7 +97,7 @@ def url(home: Path, run: Run) -> Iterator[str]:
     assert process.returncode == 0
 
 
-def test_a_client_gets_an_answer_from_the_wheels_server(url: str) -> None:
+def test_a_client_gets_an_answer_from_the_wheels_server(url):
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     made = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=8, temperature=0)
     assert made.usage is not None and made.usage.completion_tokens == 8

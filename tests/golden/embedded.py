@@ -4,13 +4,10 @@ Each entry of FORMATS is a weight format and a KV cache format. The file holds t
 of older weights are recognized.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from sameseed import LLM, SamplingParams
 from sameseed.models.loader import resolve_model
@@ -29,22 +26,22 @@ PROMPTS = [
 MAX_TOKENS = 64
 
 
-def weights_hash() -> str:
+def weights_hash():
     """SHA-256 of the embedded target's weights."""
     return hashlib.sha256((resolve_model("embedded") / "model.safetensors").read_bytes()).hexdigest()
 
 
-def greedy(llm: LLM) -> list[list[int]]:
+def greedy(llm):
     """Output tokens of every prompt, with the end token if there is one."""
     prompts = [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
     return [list(c.token_ids) for c in llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))]
 
 
-def build(backend: str, weights: str, kv_format: str, model: str = "embedded", **settings: Any) -> LLM:
+def build(backend, weights, kv_format, model="embedded", **settings):
     return LLM(model, backend=backend, format=weights, kv_format=kv_format, max_model_len=512, **settings)
 
 
-def write() -> None:
+def write():
     """Compute and store the tokens with the fastest backend; the tests then compare every backend with them."""
     tokens = {}
     for weights, kv_format in FORMATS:

@@ -1,10 +1,6 @@
 """The embedded pair: `transformers` gives the same greedy text, and every backend and format its stored tokens."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ every_model = pytest.mark.parametrize("model", ["embedded", "embedded-draft"])
 every_format = pytest.mark.parametrize(("weights", "kv_format"), embedded.FORMATS)
 
 
-def folder(model: str) -> Path:
+def folder(model):
     found = resolve_model(model)
     if not (found / "model.safetensors").exists():
         pytest.skip(f"{found.name}: the embedded weights are not in this checkout; `sameseed train` makes them")
@@ -29,13 +25,13 @@ def folder(model: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def golden() -> dict[str, list[list[int]]]:
+def golden():
     folder("embedded")
     if not embedded.FILE.exists():
         pytest.skip(f"{embedded.FILE.name} is not written yet: {REMEDY}")
     stored = json.loads(embedded.FILE.read_text())
     assert stored["weights"] == embedded.weights_hash(), f"{embedded.FILE.name} is of other weights: {REMEDY}"
-    tokens: dict[str, list[list[int]]] = stored["tokens"]
+    tokens = stored["tokens"]
     return tokens
 
 
@@ -75,7 +71,7 @@ def test_transformers_gives_the_same_text(model):
 
     Its own `generate` gives the first text.
     """
-    theirs: Any = oracle(folder(model))
+    theirs = oracle(folder(model))
     llm = embedded.build("auto", "auto", "fp32", model)
     end = set(llm.engine.runner.model.config.eos_token_ids)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in embedded.PROMPTS]
@@ -86,7 +82,7 @@ def test_transformers_gives_the_same_text(model):
             choice = logits.argmax(-1).tolist()
             assert tokens == choice, f"{llm.tokenizer.decode(tokens)!r} against {llm.tokenizer.decode(choice)!r}"
             assert len(tokens) == embedded.MAX_TOKENS or tokens[-1] in end
-        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         generated = theirs.generate(torch.tensor([prompts[0]]), **options)[0, len(prompts[0]) :]
     assert generated.tolist() == outputs[0][: len(generated)] and len(generated) == min(24, len(outputs[0]))
 
@@ -97,11 +93,9 @@ def test_tokenizer_is_that_of_transformers(model):
     theirs = transformers.AutoTokenizer.from_pretrained(folder(model), local_files_only=True)
     ours = Tokenizer.from_folder(folder(model))
     talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " Who?\n"},
-        {"role": "assistant", "content": "Me, 你 🤖."},
-        {"role": "user", "content": "def f(x):\n    return x\n"},
-    ]
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Who?\n"},
+        {"role": "assistant", "content": "Me, 你 🤖."}, {"role": "user", "content": "def f(x):\n    return x\n"},
+    ]  # fmt: skip
     for text in (*embedded.PROMPTS, "naïve 你好 🤖\n\n  x", *(m["content"] for m in talk)):
         assert ours.encode(text) == theirs(text)["input_ids"]
         assert ours.decode(ours.encode(text)) == text

@@ -7,13 +7,9 @@ Each verdict is one line of `--state`; mutants with a verdict are not tried agai
 `--out`. `--areas` draws mutants only from the named areas.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from proof import mutants
 from proof.drawn import AREAS, draw
@@ -27,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mutants.jsonl"
 SCHEMA = "sameseed.mutants/1"
 
 
-def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
+def written(tokenizer, state):
     """Try the mutants written in the source; returns their score."""
     baseline = mutants.Baseline(tokenizer)
     for mutant in (*mutants.MUTANTS, *SERVER_MISTAKES):
@@ -37,7 +33,7 @@ def written(tokenizer: Tokenizer, state: State) -> dict[str, Any]:
     return {"caught": sum(t["caught_by"] is not None for t in trials), "total": len(trials), "trials": trials}
 
 
-def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list[str]) -> dict[str, Any]:
+def drawn(tokenizer, state, seed, count, areas):
     """Try random mutants until `count` of them lie in functions that a check runs; returns their score."""
     bench = Bench(tokenizer, mutants.CHECKS)
     for one in draw(seed, {name: modules for name, modules in AREAS.items() if not areas or name in areas}):
@@ -51,15 +47,15 @@ def drawn(tokenizer: Tokenizer, state: State, seed: int, count: int, areas: list
 class State:
     """Verdicts by mutant name, kept in a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         self.done = {found["name"]: found for found in self._lines()}
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _lines(self):
         if self.path.exists():
             yield from map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
 
-    def add(self, verdict: dict[str, Any]) -> None:
+    def add(self, verdict):
         """Save a verdict and print it."""
         self.done[verdict["name"]] = verdict
         with self.path.open("a", encoding="utf-8") as file:
@@ -67,7 +63,7 @@ class State:
         print(len(self.done), verdict.get("outcome", verdict.get("caught_by")), verdict["name"], flush=True)
 
 
-def main() -> None:
+def main():
     """Try the mutants, then append the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)

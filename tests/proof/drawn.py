@@ -8,15 +8,13 @@ import importlib
 import inspect
 import random
 import textwrap
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 from proof.mutant import Mutant
 
 # Areas of the source that are mutated, and the modules of each.
-AREAS: Mapping[str, tuple[str, ...]] = {
+AREAS = {
     "masks and positions": ("batch", "spec.draft"),
     "caches": ("kvcache.blocks", "kvcache.cache", "models.runner"),
     "prefixes": ("kvcache.prefix",),
@@ -34,27 +32,12 @@ NO_TEXT = ("__repr__", "__str__", "num_bytes", "metrics", "_metrics", "__enter__
 SILENT = (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.arguments)  # syntax that affects no text
 TOLD = {"log", "warnings", "cast", "TypeVar"}  # calls of these names do not, either
 
-OTHER: Mapping[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.LShift: ast.RShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
+OTHER = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.LShift: ast.RShift,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "iter"}
 Edit = tuple[str, ast.AST]  # kind of mistake, and the node to put there
 
@@ -68,7 +51,7 @@ class DrawnMutant:
     kind: str
 
 
-def draw(seed: int, areas: Mapping[str, tuple[str, ...]] = AREAS) -> Iterator[DrawnMutant]:
+def draw(seed, areas=AREAS):
     """Yield distinct mutants until all are used. Areas take turns; in an area, functions are drawn, then edits."""
     rng, seen = random.Random(seed), set[str]()
     left = {area: {f.__qualname__: (f, _sites(f)) for f in _functions(names)} for area, names in areas.items()}
@@ -86,7 +69,7 @@ def draw(seed: int, areas: Mapping[str, tuple[str, ...]] = AREAS) -> Iterator[Dr
                 yield DrawnMutant(mutant, area, kind)
 
 
-def _functions(names: tuple[str, ...]) -> Iterator[FunctionType]:
+def _functions(names):
     """Functions and methods written in these modules whose code can be replaced: no closures, no cached functions."""
     for module in (importlib.import_module(f"sameseed.{name}") for name in names):
         for space in (vars(module), *(vars(c) for c in vars(module).values() if inspect.isclass(c))):
@@ -99,20 +82,20 @@ def _functions(names: tuple[str, ...]) -> Iterator[FunctionType]:
                     yield found
 
 
-def _tree(function: FunctionType) -> tuple[str, ast.FunctionDef]:
+def _tree(function):
     source = textwrap.dedent(inspect.getsource(function))
     tree = ast.parse(source).body[0]
     assert isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef))
-    return source, tree  # type: ignore[return-value]
+    return source, tree
 
 
-def _sites(function: FunctionType) -> list[tuple[int, int]]:
+def _sites(function):
     """Where a function can be mutated: the number of a node, and of its edits."""
     nodes = enumerate(_open(_tree(function)[1]))
     return [(number, which) for number, node in nodes for which, _ in enumerate(edits(node))]
 
 
-def _made(function: FunctionType, number: int, which: int) -> tuple[Mutant, str]:
+def _made(function, number, which):
     """The mutant of a site, and its kind."""
     source, tree = _tree(function)
     node = list(_open(tree))[number]
@@ -124,9 +107,9 @@ def _made(function: FunctionType, number: int, which: int) -> tuple[Mutant, str]
     return Mutant(f"{function.__module__}.{function.__qualname__}:{place} {text}", function, source, wrong), kind
 
 
-def _open(tree: ast.FunctionDef) -> Iterator[Any]:
+def _open(tree):
     """Yield the nodes that may be mutated."""
-    stack: list[ast.AST] = list(tree.body)
+    stack = list(tree.body)
     while stack:
         node = stack.pop()
         value = node.value if isinstance(node, ast.Expr) else None
@@ -141,7 +124,7 @@ def _open(tree: ast.FunctionDef) -> Iterator[Any]:
                 stack += [c for c in children if isinstance(c, ast.AST)]
 
 
-def edits(node: ast.AST) -> Iterator[Edit]:
+def edits(node):
     """Yield the mistakes that can be made at this node."""
     if isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)) or (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -170,7 +153,7 @@ def edits(node: ast.AST) -> Iterator[Edit]:
         yield from _places(node)
 
 
-def _calls(node: ast.Call) -> Iterator[Edit]:
+def _calls(node):
     args, name = node.args, node.func.id if isinstance(node.func, ast.Name) else ""
     if name in CALLED:
         yield "another function", ast.Call(ast.Name(CALLED[name], ast.Load()), args, node.keywords)
@@ -182,7 +165,7 @@ def _calls(node: ast.Call) -> Iterator[Edit]:
             yield "an argument is forgotten", ast.Call(node.func, args, rest)
 
 
-def _places(node: ast.Subscript) -> Iterator[Edit]:
+def _places(node):
     """Yield an index, or an end of a slice, that is one off; constants are mutated by themselves."""
     part = node.slice
     if isinstance(part, ast.Slice):
@@ -194,17 +177,17 @@ def _places(node: ast.Subscript) -> Iterator[Edit]:
         yield "an index is one off", ast.Subscript(node.value, _more(part), node.ctx)
 
 
-def _more(value: ast.expr) -> ast.BinOp:
+def _more(value):
     return ast.BinOp(value, ast.Add(), ast.Constant(1))
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+    def __init__(self, old, new):
         self.old, self.new = old, new
 
-    def visit(self, node: ast.AST) -> Any:
+    def visit(self, node):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def _short(node: ast.AST) -> str:
+def _short(node):
     return " ".join(ast.unparse(node.test if isinstance(node, ast.If) else node).split())[:80]

@@ -7,20 +7,17 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any
 
-from proof.drawn import DrawnMutant
 from proof.mutant import REFERENCE, Mutant
 from proof.mutants import toy_subject
 from sameseed.laws import trial
-from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.check import FAILED, HIDDEN, PASSED, Check, Effort, run_check
 from sameseed.tokenizer import Tokenizer
 
 # Outcomes of a mistake. Only "caught" means that a check of the laws rejected it.
 CAUGHT, BROKE_DOWN, NO_END, MISSED, UNREACHED = "caught", "broke down", "no end", "not caught", "unreached"
 # How the toys run: as users run models, and with the ops and the sampler that are written in Python.
-WAYS: tuple[tuple[dict[str, str], bool], ...] = (({}, True), (REFERENCE, False))
+WAYS = (({}, True), (REFERENCE, False))
 RIGHT = ("nothing is wrong", trial.outcome, "c = completion", "c = completion")  # a mutant that changes nothing
 CRASH = "Internal Server Error"  # what a server answers after an exception
 Key = tuple[int, str, float]  # way, check, size
@@ -49,7 +46,7 @@ class Bench:
     sizes: Seq[float] = (0.2, 1.0)  # of the least: most mistakes show at a fifth; the rest are tried at full
     right: dict[Key, tuple[str, float]] = field(default_factory=dict)  # status and seconds
 
-    def usual(self, key: Key) -> tuple[str, float]:
+    def usual(self, key):
         """Status and seconds of a check on right code; each is measured once."""
         if key not in self.right:
             start = time.perf_counter()
@@ -57,7 +54,7 @@ class Bench:
             self.right[key] = status, time.perf_counter() - start
         return self.right[key]
 
-    def look(self, mutant: Mutant, key: Key) -> Result:
+    def look(self, mutant, key):
         """Run one check on a fresh toy while a mutant is active."""
         (way, name, size), every = key, {c.id: c for c in self.checks}
         with mutant.alive():
@@ -68,7 +65,7 @@ class Bench:
             return run_check(every[name], subject, Effort(1e-9, size))
 
 
-def judge(drawn: DrawnMutant, bench: Bench) -> Verdict:
+def judge(drawn, bench):
     """Run the checks, in a process of their own, until one says that a law is broken.
 
     What a mistake leaves behind (threads, cached values) ends with the process.
@@ -94,7 +91,7 @@ def judge(drawn: DrawnMutant, bench: Bench) -> Verdict:
 RANK = {name: i for i, name in enumerate((CAUGHT, NO_END, BROKE_DOWN, MISSED, UNREACHED))}
 
 
-def _apart(mutant: Mutant, bench: Bench, key: Key) -> tuple[str, str]:
+def _apart(mutant, bench, key):
     """Outcome of one check in a forked process, and what the check said."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -103,7 +100,7 @@ def _apart(mutant: Mutant, bench: Bench, key: Key) -> tuple[str, str]:
     there.close()
     limit = bench.slack + 5.0 * bench.usual(key)[1]
     try:
-        found: tuple[str, str] = here.recv() if here.poll(limit) else (NO_END, f"no end after {limit:.0f} s")
+        found = here.recv() if here.poll(limit) else (NO_END, f"no end after {limit:.0f} s")
     except EOFError:
         found = BROKE_DOWN, "its process died"
     finally:
@@ -112,10 +109,10 @@ def _apart(mutant: Mutant, bench: Bench, key: Key) -> tuple[str, str]:
     return found
 
 
-def _look(there: Connection, mutant: Mutant, bench: Bench, key: Key) -> None:
-    reached: list[bool] = []
+def _look(there, mutant, bench, key):
+    reached = []
 
-    def called(frame: Any, event: str, arg: object) -> None:
+    def called(frame, event, arg):
         if frame.f_code.co_filename == "<mutant>":
             reached.append(True)
             sys.setprofile(None)
@@ -135,7 +132,7 @@ def _look(there: Connection, mutant: Mutant, bench: Bench, key: Key) -> None:
     there.send((BROKE_DOWN if broke else CAUGHT, said))
 
 
-def score(verdicts: Seq[Verdict], seed: int) -> dict[str, Any]:
+def score(verdicts, seed):
     """The outcomes as plain data, those that no check reached apart."""
     counts = {name.replace(" ", "_"): sum(v.outcome == name for v in verdicts) for name in RANK if name != UNREACHED}
     apart = [v.name for v in verdicts if v.outcome == UNREACHED]

@@ -1,7 +1,5 @@
 """Known mistakes of verification, masks, cache, noise, truncation, kernels and ends, as mutants of the source."""
 
-from __future__ import annotations
-
 from proof.mutant import REFERENCE, Mutant
 from sameseed import batch, scheme
 from sameseed.engine.running import Running
@@ -24,23 +22,23 @@ _SUM = "out = sum(_by_row(lambda x, w=p: torch.mv(w.contiguous(), x), r.contiguo
 _PARTS = "parts = list(zip(weight.split(width, 1), x.split(width, 1)))\n        " + _SUM
 
 
-def _walk(name: str, old: str, new: str, *checks: str) -> Mutant:
+def _walk(name, old, new, *checks):
     return Mutant(name, verify._walk, old, new, checks or ("L3",))
 
 
-def _commit(name: str, old: str, new: str) -> Mutant:
+def _commit(name, old, new):
     return Mutant(f"commit {name}", ModelRunner.commit, old, new, ("C1", "L3", "L6"))
 
 
-def _mask(name: str, old: str, new: str) -> Mutant:
+def _mask(name, old, new):
     return Mutant(name, batch.ancestor_masks, old, new, ("L2", "L3"), REFERENCE)
 
 
-def _product(name: str, new: str, check: str = "L1") -> Mutant:
+def _product(name, new, check="L1"):
     return Mutant(name, reference.product, _PRODUCT, new, (check,), REFERENCE)
 
 
-MISTAKES: tuple[Mutant, ...] = (
+MISTAKES = (
     _walk(
         "accepts one token too many",
         f"path.tokens.append(token)\n        {_CHILD}",

@@ -1,9 +1,5 @@
 """Mistakes of processors, grammars, positions, prefixes, the scheduler's ends, scores, drafts' state and ops."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from proof.mutant import REFERENCE, Mutant
 from sameseed import batch
 from sameseed.drafters._followers import Followers
@@ -23,16 +19,16 @@ _GRAMMAR = "seq.grammar.allowed(seq.output_token_ids, _written(seq, path))"
 _LAST = "(table.shape[1] - 1 - table[:, ::-1].argmax(axis=-1)) if len(table) > 1 else table.argmax(axis=-1)"
 
 
-def _text(name: str, function: Any, old: str, new: str, *checks: str) -> Mutant:
+def _text(name, function, old, new, *checks):
     """One that texts show, plain ones too: the textbook must tell."""
     return Mutant(name, function, old, new, checks or ("T1",))
 
 
-def _native(name: str, old: str, new: str, *checks: str) -> Mutant:
+def _native(name, old, new, *checks):
     return Mutant(f"native sampler: {name}", sampling.native_draw, old, new, checks or ("L5s", "T1"), native=True)
 
 
-def _op(name: str, function: Any, old: str, new: str, *checks: str, **settings: str) -> Mutant:
+def _op(name, function, old, new, *checks, **settings):
     return Mutant(name, function, old, new, checks or ("B1",), REFERENCE | settings)
 
 
@@ -220,7 +216,4 @@ _OPS = (
         format="w8a8",
     ),
 )
-ENGINE_MISTAKES: tuple[Mutant, ...] = (
-    *(_PROCESSORS + _GRAMMARS + _PLACES),
-    *(_PREFIXES + _ENDS + _SCORES + _DRAFTS + _OPS),
-)
+ENGINE_MISTAKES = (*(_PROCESSORS + _GRAMMARS + _PLACES), *(_PREFIXES + _ENDS + _SCORES + _DRAFTS + _OPS))

@@ -6,10 +6,9 @@ import __future__
 import inspect
 import logging
 import textwrap
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 from sameseed.errors import SameseedError
@@ -39,7 +38,7 @@ class Mutant:
     settings: dict[str, Any] = field(default_factory=dict)
     native: bool = False
 
-    def code(self) -> CodeType:
+    def code(self):
         """The compiled wrong version. Raises MutantError where `old` does not occur exactly once in the source."""
         source = textwrap.dedent(inspect.getsource(self.function))
         if source.count(self.old) != 1:
@@ -52,12 +51,12 @@ class Mutant:
         return next(c for c in wrong.co_consts if isinstance(c, CodeType) and c.co_name == self.function.__name__)
 
     @contextmanager
-    def alive(self) -> Iterator[None]:
+    def alive(self):
         """Context in which the function runs the wrong version for every caller; the right one is restored afterwards.
 
         Meanwhile sampling uses the Python sampler instead of the native one (unless `native`), and nothing is logged.
         """
-        function: FunctionType = inspect.unwrap(self.function)
+        function = inspect.unwrap(self.function)
         kept = function.__code__, sampling.HAS_NATIVE, log.handlers, log.propagate
         try:
             function.__code__, log.handlers, log.propagate = self.code(), [logging.NullHandler()], False

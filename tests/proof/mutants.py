@@ -42,14 +42,7 @@ class Trial:
     seconds: float
 
 
-def toy_subject(
-    tokenizer: Tokenizer,
-    format: str = "auto",
-    kv: str = "auto",
-    backend: str = "auto",
-    device: str = "cpu",
-    draft: str = "draft_model",
-) -> Subject:
+def toy_subject(tokenizer, format="auto", kv="auto", backend="auto", device="cpu", draft="draft_model"):
     """A random toy target with its draft, and four short prompts."""
     spec = SpecConfig(draft, "toy", num_draft_tokens=4)
     config = EngineConfig(backend=backend, device=device, format=format, cache=CacheConfig(format=kv), spec=spec)
@@ -72,7 +65,7 @@ class Baseline:
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     checks: Seq[Check] = CHECKS
 
-    def result(self, name: str, settings: dict[str, Any], native: bool = False) -> Result:
+    def result(self, name, settings, native=False):
         """The result of a check on correct code, on a toy with these settings and the sampler that mutants use."""
         key = (name, repr(sorted(settings.items())) + " native" * native)
         if key not in self.results:
@@ -80,7 +73,7 @@ class Baseline:
                 self.results[key] = self.look(name, settings)
         return self.results[key]
 
-    def look(self, name: str, settings: dict[str, Any]) -> Result:
+    def look(self, name, settings):
         """Run one check on a fresh toy with these settings, with the code as it is now."""
         subject = toy_subject(self.tokenizer, **self.base | settings)
         checks = {c.id: c for c in self.checks}
@@ -92,7 +85,7 @@ class Baseline:
         return run_check(checks[name], subject, EFFORT)
 
 
-def try_mutant(mutant: Mutant, baseline: Baseline) -> Trial:
+def try_mutant(mutant, baseline):
     """Run the checks that should reject a mutant until one does; a check counts only if it passes on correct code.
 
     A check that ends in an exception has not rejected the mutant.

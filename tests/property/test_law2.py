@@ -8,12 +8,9 @@ Simulated for these laws with other seeds: 60,000 right draws fail with probabil
 temperature that is wrong by 4 %, or with 1.5 % of the texts moved to another text, fail with probability 0.97 or more.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -43,62 +40,60 @@ LIKELIEST = OTHER.argmax(1).tolist()
 Tree = tuple[list[int], list[int]]
 
 
-def own_path(table: torch.Tensor, seq: Sequence, length: int) -> list[int]:
+def own_path(table, seq, length):
     """The next tokens of a model with these logits, drawn with the same noise, as drafters do."""
-    path: list[int] = []
+    path = []
     for _ in range(length):
         last = path[-1] if path else seq.token_ids[-1]
         path.append(choose(table[last].numpy(), seq, path, ()))
     return path
 
 
-def chain(tokens: list[int]) -> Tree:
+def chain(tokens):
     return tokens, list(range(-1, len(tokens) - 1))
 
 
-def coupled(seq: Sequence) -> Tree:
+def coupled(seq):
     """Tokens of another model, drawn with the same noise."""
     return chain(own_path(OTHER, seq, 2))
 
 
-def honest(seq: Sequence) -> Tree:
+def honest(seq):
     """The most likely path of another model."""
     first = LIKELIEST[seq.token_ids[-1]]
     return chain([first, LIKELIEST[first]])
 
 
-def lying(seq: Sequence) -> Tree:
+def lying(seq):
     """Always the same tokens, likely or not."""
     return chain([3, 3])
 
 
-def adversarial(seq: Sequence) -> Tree:
+def adversarial(seq):
     """Knows the noise and the target's own choice, and proposes by it: never token 0, and token 1 only alone."""
     (first,) = own_path(TARGET, seq, 1)
     return chain([]) if first == 0 else chain([first] if first == 1 else [first, seq.seed % V])
 
 
-def honest_tree(seq: Sequence) -> Tree:
+def honest_tree(seq):
     """The most likely path, another path beside it, and duplicates."""
     first = LIKELIEST[seq.token_ids[-1]]
     return [first, LIKELIEST[first], (first + 1) % V, 4, first], [-1, 0, -1, 2, -1]
 
 
-def lying_tree(seq: Sequence) -> Tree:
+def lying_tree(seq):
     """The root does not depend on the noise, so it is mostly wrong; the right tokens are below wrong nodes."""
     return [seq.seed % V, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, 0]
 
 
-def adversarial_tree(seq: Sequence) -> Tree:
+def adversarial_tree(seq):
     """The right first token, and below it all tokens but one, which depends on the first token."""
     (first,) = own_path(TARGET, seq, 1)
     others = [t for t in range(V) if t != (first + 1) % V]
     return [first, *others], [-1, *[0] * len(others)]
 
 
-def advance(
-    seqs: list[Sequence], drafters: list[Callable[[Sequence], Tree]], mates: int = 0, table: torch.Tensor = TARGET
-) -> None:
+def advance(seqs, drafters, mates=0, table=TARGET):
     """One round of all sequences in one call of verify, beside `mates` others: greedy ones, and ones without logits."""
     trees = [drafter(seq) for seq, drafter in zip(seqs, drafters, strict=True)]
     batch, wants = list(seqs), [True] * len(seqs)
@@ -116,15 +111,9 @@ def advance(
         seq.token_ids += tokens
 
 
-def draw(
-    params: SamplingParams,
-    drafters: list[Callable[[Sequence], Tree]],
-    seeds: Iterable[int],
-    length: int,
-    mates: int = 0,
-) -> Counter[tuple[int, ...]]:
+def draw(params, drafters, seeds, length, mates=0):
     """The first `length` tokens for each seed; groups of sequences share calls of verify."""
-    counts: Counter[tuple[int, ...]] = Counter()
+    counts = Counter()
     seeds = list(seeds)
     group = 500
     for start in range(0, len(seeds), group):
@@ -137,9 +126,9 @@ def draw(
     return counts
 
 
-def exact(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+def exact(params, length):
     """The probability of every text of `length` tokens: the product of the textbook's conditional probabilities."""
-    law: dict[tuple[int, ...], float] = {}
+    law = {}
     for text in product(range(V), repeat=length):
         p = 1.0
         for i, token in enumerate(text):
@@ -164,11 +153,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_texts_follow_the_law(shape: str) -> None:
+def test_texts_follow_the_law(shape):
     params, drafters, length, mates = SHAPES[shape]
     law = exact(params, length)
     share = NUM_DRAWS // len(drafters)
-    counts: Counter[tuple[int, ...]] = Counter()
+    counts = Counter()
     if mates:  # all drafters in the same calls of verify
         counts = draw(params, drafters, range(NUM_DRAWS), length, mates)
     else:
@@ -182,7 +171,7 @@ def test_texts_follow_the_law(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drafters_cannot_change_a_single_text(shape: str) -> None:
+def test_drafters_cannot_change_a_single_text(shape):
     """Stronger than law 2: with the same seeds, every drafter gives exactly the texts of plain decoding."""
     params, drafters, _, mates = SHAPES[shape]
     for seed in range(150):
@@ -196,7 +185,7 @@ def test_drafters_cannot_change_a_single_text(shape: str) -> None:
             assert seq.output_token_ids[:8] == plain.output_token_ids
 
 
-def test_where_logits_lie_changes_no_choice() -> None:
+def test_where_logits_lie_changes_no_choice():
     """The choice is made on the CPU, so the law shown above holds for logits on every device."""
     params, drafters, _, mates = SHAPES["tree"]
     texts = []
@@ -210,7 +199,7 @@ def test_where_logits_lie_changes_no_choice() -> None:
     assert all(found == texts[0] for found in texts)
 
 
-def test_the_judge_notices_a_wrong_law() -> None:
+def test_the_judge_notices_a_wrong_law():
     """The test of fit rejects draws from a slightly different distribution: it can fail."""
     params, drafters, length, _ = SHAPES["chain"]
     counts = draw(params, drafters, range(15_000), length)
@@ -233,7 +222,7 @@ ALONG = {
 
 
 @pytest.mark.parametrize("along", ALONG)
-def test_noise_is_gumbel(along: str) -> None:
+def test_noise_is_gumbel(along):
     noise = torch.from_numpy(ALONG[along]())
     n = len(noise)
     deviation = math.pi / math.sqrt(6)
@@ -246,10 +235,10 @@ def test_noise_is_gumbel(along: str) -> None:
 @pytest.mark.parametrize(
     "neighbour", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, -1), (1, -1, 0), (1, 0, 1), (0, 0, 64)], ids=str
 )
-def test_noise_of_neighbours_is_independent(neighbour: tuple[int, int, int]) -> None:
+def test_noise_of_neighbours_is_independent(neighbour):
     """G-test over an 8 x 8 grid of quantiles of the noise at (seed, position, token) and at a neighbour."""
     ds, dp, dt = neighbour
-    pairs: Counter[tuple[int, ...]] = Counter()
+    pairs = Counter()
     tokens = np.arange(1, 33)
     for s, p in product(range(20), range(1, 31)):
         here, there = gumbel_noise(s, p, tokens), gumbel_noise(s + ds, p + dp, tokens + dt)
@@ -259,7 +248,7 @@ def test_noise_of_neighbours_is_independent(neighbour: tuple[int, int, int]) -> 
     assert target_law(pairs, uniform).p_value > MIN_P_VALUE
 
 
-def test_noise_is_a_function_of_seed_position_and_token() -> None:
+def test_noise_is_a_function_of_seed_position_and_token():
     ids = np.array([5, 900, 7, 31999, 0])
     whole = gumbel_noise(42, 7, ids)
     assert [gumbel_noise(42, 7, ids[i : i + 1])[0] for i in range(5)] == whole.tolist()
@@ -267,7 +256,7 @@ def test_noise_is_a_function_of_seed_position_and_token() -> None:
     assert len({*whole.tolist(), *gumbel_noise(43, 7, ids).tolist(), *gumbel_noise(42, 8, ids).tolist()}) == 15
 
 
-def test_noise_has_no_extremes() -> None:
+def test_noise_has_no_extremes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed, position in product((0, 1, 2**31, 2**63 - 1), (0, 1, 2**31 - 1)):
@@ -275,7 +264,7 @@ def test_noise_has_no_extremes() -> None:
     assert 8 < gumbel_noise(9, 9, np.arange(N)).max() < 40
 
 
-def test_derived_seeds() -> None:
+def test_derived_seeds():
     seeds = [derive_seed(s, i) for s in (0, 7, 2**63 - 1) for i in range(128)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= s < 2**63 for s in seeds)
@@ -285,7 +274,7 @@ def test_derived_seeds() -> None:
 # --- what coupling is worth ---
 
 
-def coupled_agreement(rng: np.random.Generator, concentration: float, closeness: float) -> tuple[float, float]:
+def coupled_agreement(rng, concentration, closeness):
     """(agreement of coupled draws, sum of min(p, q)) for a random p of 50 tokens and a q near it."""
     p = np.log(rng.dirichlet(np.full(50, concentration)) + 1e-9)
     q = p + closeness * rng.standard_normal(50)
@@ -295,7 +284,7 @@ def coupled_agreement(rng: np.random.Generator, concentration: float, closeness:
     return sum(a == b for a, b in picks) / len(picks), float(best)
 
 
-def test_coupling_keeps_most_of_the_best_possible_acceptance(record_property: Callable[[str, object], None]) -> None:
+def test_coupling_keeps_most_of_the_best_possible_acceptance(record_property):
     """On peaked distributions, relative to sum of min(p, q), which the rejection rule would accept."""
     rng = np.random.default_rng(0)
     measured = [coupled_agreement(rng, 0.05, closeness) for closeness in (0.2, 0.4, 0.6, 0.8) for _ in range(3)]

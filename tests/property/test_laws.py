@@ -3,18 +3,13 @@
 If there is a GPU, they are tested on it too: with its kernels in more formats, and with the reference.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
-from lawkit import DEVICES, DRAFTERS, NO_GPU, SAMPLED, Pair, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, DRAFTERS, NO_GPU, SAMPLED, load_pair, make_engine, random_prompts, run, texts
 
 from sameseed import registry
-from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
 from sameseed.laws.law import exact_laws
 from sameseed.laws.statistics import target_law
@@ -23,14 +18,10 @@ from sameseed.spec.drafter import goes_ahead
 
 FORMATS = [("cpu", "auto", weights, kv) for weights in ("bf16", "w8a8", "w4a8") for kv in ("bf16", "int8")]
 ROUNDED = [
-    ("cpu", "auto", "bf16-a16", "bf16"),
-    ("cpu", "auto", "w8a8", "int8_a8"),
-    ("cpu", "auto", "w8a8-outliers", "bf16"),
-    ("cpu", "auto", "w4a8-asym", "fp16"),
-    ("cpu", "auto", "nf4", "fp8_e4m3"),
-    ("cpu", "auto", "fp32", "bf16/int4"),
+    ("cpu", "auto", "bf16-a16", "bf16"), ("cpu", "auto", "w8a8", "int8_a8"), ("cpu", "auto", "w8a8-outliers", "bf16"),
+    ("cpu", "auto", "w4a8-asym", "fp16"), ("cpu", "auto", "nf4", "fp8_e4m3"), ("cpu", "auto", "fp32", "bf16/int4"),
     ("cpu", "auto", "fp8", "fp8_e5m2"),
-]
+]  # fmt: skip
 ON_GPU = [
     *(("cuda", "triton", weights, kv) for _, _, weights, kv in FORMATS),
     *(
@@ -49,12 +40,12 @@ EACH = [
 
 
 @pytest.mark.skipif("cuda" in DEVICES, reason="there is a GPU: the laws are tested on it")
-def test_the_laws_wait_for_a_gpu() -> None:
+def test_the_laws_wait_for_a_gpu():
     pytest.skip(NO_GPU)
 
 
 @pytest.fixture(scope="module", params=FORMATS + ROUNDED + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
-def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, list[tuple[int, ...]]]:
+def stored(request, pair_folders):
     """The tiny pair in a weight format, the cache format, and plain texts, one prompt after the other."""
     device, backend, weights, kv = request.param
     if backend == "triton" and (reason := registry.load("ops", backend).unavailable()) is not None:
@@ -64,11 +55,11 @@ def stored(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> t
 
 
 @cache
-def _load(target: Path, draft: Path, backend: str, weights: str, device: str) -> Pair:
+def _load(target, draft, backend, weights, device):
     return load_pair(target, draft, backend, weights, device)
 
 
-def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
+def engine_of(pair, name, **settings):
     """An engine with a drafter of the registry; a drafter that can guess during the target's pass does so."""
     engine = make_engine(pair, name, k=5, **settings)
     if goes_ahead(type(engine.drafter)):
@@ -77,7 +68,7 @@ def engine_of(pair: Pair, name: str, **settings: Any) -> Engine:
 
 
 @pytest.mark.parametrize("name", ["none", *DRAFTERS])
-def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]], name: str) -> None:
+def test_text_is_plain_decodings(stored, name):
     """Laws 1 and 3: in a batch, and again with prompt chunks, few rows and preempted sequences."""
     pair, kv, plain = stored
     engine = engine_of(pair, name, kv=kv)
@@ -92,7 +83,7 @@ def test_text_is_plain_decodings(stored: tuple[Pair, str, list[tuple[int, ...]]]
     assert sum(c.metrics.num_preemptions for c in done) == tight.scheduler.num_preemptions > 0
 
 
-def test_text_follows_the_targets_law(stored: tuple[Pair, str, list[tuple[int, ...]]]) -> None:
+def test_text_follows_the_targets_law(stored):
     """Law 2 for plain decoding in this format: two tokens over 600 seeds against the model's own probabilities.
 
     The test above shows that every drafter gives the texts of plain decoding, so law 2 holds for every drafter.
@@ -100,7 +91,7 @@ def test_text_follows_the_targets_law(stored: tuple[Pair, str, list[tuple[int, .
     pair, kv, _ = stored
     params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True, temperature=0.7, top_k=3, n=100)
     prompt = PROMPTS[2]
-    counts: Counter[tuple[int, ...]] = Counter()
+    counts = Counter()
     for seed in range(6):
         asked = SamplingParams(**{**vars(params), "seed": 1000 * seed})
         counts.update(texts(run(make_engine(pair, kv=kv, seqs=100, tokens=8192), [prompt], asked)))

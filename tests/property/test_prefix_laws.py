@@ -1,27 +1,28 @@
 """Laws 1 and 3 with rows from the prefix cache: every drafter, cache format and block size; tenants share nothing."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
+import hypothesis.strategies as st
 import pytest
-from lawkit import DRAFTERS, SAMPLED, Pair, load_pair, make_engine, run, texts
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from lawkit import DRAFTERS, SAMPLED, load_pair, make_engine, run, texts
+from prefixkit import ACTIONS, Watched, shake
+from proof.mutants import Mutant
 
 from sameseed import LLM
-from sameseed.engine.engine import Engine
+from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.prefix import Prefixes
-from sameseed.request import Completion, FinishReason, Request, SamplingParams
+from sameseed.request import FinishReason, Request, SamplingParams
 
 NAMES = ["none", *DRAFTERS]
 LENGTH = 14
 
 
-def shared_prompts() -> list[list[int]]:
+def shared_prompts():
     """Eight prompts that share prefixes of 17, 32 or 40 tokens; two are equal, and one is a prefix of others."""
     rng = random.Random(5)
     base = [rng.randrange(1, 300) for _ in range(20)] * 2
@@ -37,30 +38,30 @@ EACH = [
 ]
 
 
-def without_sharing(engine: Engine) -> Engine:
+def without_sharing(engine):
     engine.runner.blocks.shares = False
     return engine
 
 
 @cache
-def _load(target: Path, draft: Path) -> Pair:
+def _load(target, draft):
     return load_pair(target, draft)
 
 
 @pytest.fixture(scope="module", params=[("fp32", 16), ("int8", 4), ("int4", 5)], ids=str)
-def plain(request: pytest.FixtureRequest, pair_folders: tuple[Path, Path]) -> tuple[Pair, str, int, list[Any]]:
+def plain(request, pair_folders):
     """The pair, a cache format and block size, and texts made without the prefix cache."""
     pair, (kv, block) = _load(*pair_folders), request.param
     engine = without_sharing(make_engine(pair, kv=kv))
     return pair, kv, block, texts(run(engine, PROMPTS, EACH, alone=True))
 
 
-def hits(engine: Engine) -> int:
+def hits(engine):
     return engine.runner.blocks.prefixes.hits.num_hits
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]], name: str) -> None:
+def test_text_is_the_same_from_the_cache(plain, name):
     """In a batch, then one by one with the first run's cache; then with so few blocks that cached rows are evicted."""
     pair, kv, block, wanted = plain
     engine = make_engine(pair, name, k=5, kv=kv, block=block, rows=64)
@@ -76,30 +77,30 @@ def test_text_is_the_same_from_the_cache(plain: tuple[Pair, str, int, list[Any]]
     assert texts(run(tight, PROMPTS, EACH)) == wanted
 
 
-def test_a_draft_model_finds_its_own_rows_again(pair: Pair) -> None:
+def test_a_draft_model_finds_its_own_rows_again(pair):
     """With cached rows, the draft model's guesses are the same as without."""
     cold, warm = (make_engine(pair, "draft_model", k=5, block=4) for _ in range(2))
     run(warm, PROMPTS, EACH, alone=True)
-    mine = warm.drafter.runner.blocks  # type: ignore[attr-defined]
+    mine = warm.drafter.runner.blocks
     known = len(mine.prefixes)
     before = warm.metrics.copy()
-    passes: list[int] = []
-    forward = warm.drafter.runner.forward  # type: ignore[attr-defined]
+    passes = []
+    forward = warm.drafter.runner.forward
 
-    def counted(seqs: Any, draft: Any, num_pending: Any, *more: Any, **named: Any) -> Any:
+    def counted(seqs, draft, num_pending, *more, **named):
         passes.append(max(num_pending))
         return forward(seqs, draft, num_pending, *more, **named)
 
-    warm.drafter.runner.forward = counted  # type: ignore[attr-defined]
+    warm.drafter.runner.forward = counted
     run(warm, PROMPTS, EACH, alone=True)
-    without_sharing(cold).drafter.runner.blocks.shares = False  # type: ignore[attr-defined]
+    without_sharing(cold).drafter.runner.blocks.shares = False
     run(cold, PROMPTS, EACH, alone=True)
     assert warm.metrics.since(before).as_dict() == cold.metrics.as_dict()
     assert known > 20
     assert max(passes) <= 2 * 4, "no prompt was computed anew"
 
 
-def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
+def test_a_head_begins_where_the_target_computes(pair):
     """The head gets no hidden states for the skipped rows, but it still drafts."""
     engine = make_engine(pair, "eagle", k=5, block=4)
     run(engine, PROMPTS[:1], EACH[:1])
@@ -108,18 +109,18 @@ def test_a_head_begins_where_the_target_computes(pair: Pair) -> None:
     engine.step()
     seq = engine.scheduler.running[0]
     assert seq.num_shared == 40
-    assert engine.drafter.followers[seq].start == 40  # type: ignore[attr-defined]
+    assert engine.drafter.followers[seq].start == 40
     engine.step()
     assert engine.metrics.num_draft_tokens > drafted
     engine.abort("again")
 
 
 @pytest.mark.parametrize("draft", ["none", "draft_model"])
-def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> None:
+def test_it_can_be_turned_off(pair_folders, draft):
     target, small = map(str, pair_folders)
     found = []
     for on in (True, False):
-        drafting: dict[str, Any] = (
+        drafting = (
             {} if draft == "none" else {"draft": small, "policy": "fixed"}
         )  # another policy may decide not to draft
         llm = LLM(target, **drafting, prefix_cache=on, max_num_seqs=2)
@@ -127,12 +128,12 @@ def test_it_can_be_turned_off(pair_folders: tuple[Path, Path], draft: str) -> No
         done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]
         assert done[0].token_ids == done[1].token_ids
         found.append([c.metrics.num_cached_tokens for c in done])
-        runners = [llm.engine.runner, *([llm.engine.drafter.runner] if draft != "none" else [])]  # type: ignore[attr-defined]
+        runners = [llm.engine.runner, *([llm.engine.drafter.runner] if draft != "none" else [])]
         assert all(r.blocks.shares == on and bool(len(r.blocks.prefixes)) == on for r in runners)
     assert found == [[0, 32], [0, 0]]
 
 
-def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
+def test_the_second_tenant_finds_nothing(pair):
     engine = make_engine(pair, block=4)
     found = []
     for number, tenant in enumerate(("a", "b", "a", "a:salt", "b")):
@@ -142,11 +143,11 @@ def test_the_second_tenant_finds_nothing(pair: Pair) -> None:
     assert found == [0, 0, 40, 0, 40]
 
 
-def test_scoring_a_prompt_takes_nothing_from_the_cache(pair: Pair) -> None:
+def test_scoring_a_prompt_takes_nothing_from_the_cache(pair):
     engine, cold = make_engine(pair, block=4), without_sharing(make_engine(pair, block=4))
     run(engine, PROMPTS, EACH)
     params = SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True)
-    scored: list[Completion] = []
+    scored = []
     for each in (engine, cold):
         each.add(Request("s", tuple(PROMPTS[1]), params, 1, score_prompt=True))
         while each.has_work:
@@ -160,7 +161,7 @@ def test_scoring_a_prompt_takes_nothing_from_the_cache(pair: Pair) -> None:
 # --- what failed leaves nothing behind ---
 
 
-def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, Path]) -> None:
+def test_numbers_that_are_not_finite_leave_the_cache(pair_folders):
     """The request ends with an error, and its prefix is computed again. A neighbour with that prefix is unaffected."""
     pair = load_pair(*pair_folders)
     engine = make_engine(pair, block=4)
@@ -170,20 +171,19 @@ def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, P
     engine.step()
     forward = engine.runner.forward
 
-    def poisoned(seqs: Any, draft: Any, num_pending: Any, *more: Any, **named: Any) -> Any:
+    def poisoned(seqs, draft, num_pending, *more, **named):
         out = forward(seqs, draft, num_pending, *more, **named)
         logits = out.logits.clone()
         logits[0] = float("nan")
         return replace(out, logits=logits)
 
-    engine.runner.forward = poisoned  # type: ignore[method-assign]
+    engine.runner.forward = poisoned
     ended = {d.request_id: d.completion for d in engine.step() if d.completion is not None}
-    engine.runner.forward = forward  # type: ignore[method-assign]
+    engine.runner.forward = forward
     assert [c.finish_reason for c in ended.values() if c] == [FinishReason.ERROR]
     while engine.has_work:
         ended |= {d.request_id: d.completion for d in engine.step() if d.completion is not None}
     good = ended["good"]
-    assert good is not None
     assert good.token_ids == wanted[1]
     again = run(engine, PROMPTS[:1], EACH[:1])
     assert again[0].metrics.num_cached_tokens == 0, "all of its beginning is out, though another has it"
@@ -191,12 +191,12 @@ def test_numbers_that_are_not_finite_leave_the_cache(pair_folders: tuple[Path, P
 
 
 @pytest.mark.failing_drafter
-def test_a_sampler_that_fails_takes_its_prefix_along(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_that_fails_takes_its_prefix_along(pair, caplog):
     class Broken:
-        def allowed(self, output: Any, path: Any) -> Any:
+        def allowed(self, output, path):
             raise RuntimeError("a grammar that fails")
 
-        def another(self) -> Any:
+        def another(self):
             return self
 
     engine = make_engine(pair, block=4)
@@ -209,12 +209,12 @@ def test_a_sampler_that_fails_takes_its_prefix_along(pair: Pair, caplog: pytest.
 
 
 @pytest.mark.parametrize("ends", ["fail_step", "abort"])
-def test_a_pass_that_fails_takes_its_prefixes_along(pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+def test_a_pass_that_fails_takes_its_prefixes_along(pair, monkeypatch, ends):
     engine = make_engine(pair, block=4)
     run(engine, PROMPTS[:1], EACH[:1])
     engine.add(Request("bad", tuple(PROMPTS[0]), EACH[0], 0))
 
-    def broken(*args: Any) -> Any:
+    def broken(*args):
         raise RuntimeError("a kernel that fails")
 
     with monkeypatch.context() as patch:
@@ -230,7 +230,7 @@ def test_a_pass_that_fails_takes_its_prefixes_along(pair: Pair, monkeypatch: pyt
     assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 0
 
 
-def test_who_leaves_keeps_the_prefix_for_the_next(pair: Pair) -> None:
+def test_who_leaves_keeps_the_prefix_for_the_next(pair):
     engine = make_engine(pair, block=4)
     engine.add(Request("leaves", tuple(PROMPTS[0]), EACH[0], 0))
     engine.step()
@@ -241,7 +241,7 @@ def test_who_leaves_keeps_the_prefix_for_the_next(pair: Pair) -> None:
 # --- wrong versions of the other parts; those of blocks are in test_prefix_blocks.py ---
 
 
-def law(pair: Pair, wanted: list[Any]) -> None:
+def law(pair, wanted):
     for method in ("none", "self_quant", "draft_model"):
         engine = make_engine(pair, method, k=5, block=4)
         assert texts(run(engine, PROMPTS, EACH)) == wanted
@@ -249,7 +249,7 @@ def law(pair: Pair, wanted: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_law_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+def test_the_law_notices(pair, monkeypatch, wrong):
     """The law fails if all texts of the same length are taken for equal ones."""
     wanted = texts(run(without_sharing(make_engine(pair)), PROMPTS, EACH, alone=True))
     if wrong:
@@ -258,3 +258,63 @@ def test_the_law_notices(pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: boo
             law(pair, wanted)
     else:
         law(pair, wanted)
+
+
+ROUNDS = 400
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Hypothesis runs the actions of a watched block manager."""
+
+    @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4))
+    def begin(self, num_blocks, block_size):
+        self.watched = Watched(num_blocks, block_size)
+
+    @rule(name=st.sampled_from(list(ACTIONS)), data=st.data())
+    def act(self, name, data):
+        self.watched.act(name, **{k: data.draw(st.integers(*span), k) for k, span in ACTIONS[name].items()})
+
+    def teardown(self):
+        if hasattr(self, "watched"):
+            self.watched.leave()
+
+
+TestPrefixBlocks = PrefixMachine.TestCase
+TestPrefixBlocks.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+MUTANTS = {  # name -> function, a part of its source, the wrong replacement
+    "the salt is ignored": (Prefixes._digests, 'seq.tenant.encode("utf-8", "surrogatepass")', 'b""'),
+    "a digest ignores its parent": (Prefixes._digests, "sha256(parent + self", "sha256(self"),
+    "a digest ignores the tokens": (
+        Prefixes._digests,
+        "sha256(parent + self._pack(seq.token_ids, i))",
+        "sha256(parent)",
+    ),
+    "the last token is found too": (Prefixes.find, "(len(seq) - 1) //", "len(seq) //"),
+    "a block that is not full is shared": (
+        BlockManager.enter,
+        "num_rows // self.block_size",
+        "min(self.blocks_for(num_rows), len(seq.blocks))",
+    ),
+    "guesses are entered": (BlockManager.enter, "num_rows // self.block_size", "len(seq.blocks)"),
+    "an owner is not counted": (BlockManager.adopt, "self._num_users[block] += 1", "pass"),
+    "a block in use stays idle": (BlockManager.adopt, "self._idle.pop(block, None)", "pass"),
+    "what was begun is kept": (BlockManager.adopt, "self.trim(seq, first * self.block_size)", "pass"),
+    "an evicted block stays known": (BlockManager.reserve, "self.prefixes.drop(block)", "pass"),
+    "rows are written anew in a known block": (BlockManager.rewind, "self.prefixes.drop(seq.blocks[i])", "pass"),
+    "rows are written anew in another's block": (BlockManager.rewind, "self._num_users[seq.blocks[i]] > 1", "False"),
+    "a shared block is given away": (BlockManager.trim, "if not self._num_users[block]:", "if True:"),
+    "what failed is remembered": (BlockManager.forget, "self.prefixes.drop(block)", "pass"),
+    "shared blocks are asked for twice": (BlockManager.fits, "blocks_for(num_rows) - shared", "blocks_for(num_rows)"),
+}
+
+
+def test_the_manager_passes():
+    assert shake(ROUNDS) > 1000, "rows were shared"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_manager_does_not(name):
+    with Mutant(name, *MUTANTS[name]).alive(), pytest.raises((AssertionError, IndexError, KeyError)):
+        shake(ROUNDS)

@@ -1,11 +1,8 @@
 """The text of output tokens is decode(prompt + output) without decode(prompt), by the tokenizers library."""
 
-from __future__ import annotations
-
 import json
 from copy import copy
 from functools import cache
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +25,7 @@ BYTES = [f"<0x{b:02X}>" for b in (0x41, 0x0A, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F
 STRIP = decoders.Strip(" ", 1, 0)
 FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 WORDS = ["hello", "##ing", "##s", ".", ",", "'", "do", "n't", "##é", "not", "world"]
-DECODERS: dict[str, tuple[Any, list[str]]] = {
+DECODERS = {
     "byte-level": (decoders.ByteLevel(), [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġthe", "Ġ", "ĊĊ", "Ã©t"]),
     "prepended space": (decoders.Sequence([*FALLBACK, STRIP]), SPACED + BYTES),
     "no prepended space": (decoders.Sequence(FALLBACK), SPACED + BYTES),
@@ -44,7 +41,7 @@ DECODERS: dict[str, tuple[Any, list[str]]] = {
 
 
 @cache
-def tokenizer_of(kind: str) -> Tokenizer:
+def tokenizer_of(kind):
     decoder, pieces = DECODERS[kind]
     backend = Backend(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token=pieces[0], byte_fallback=True))
     if decoder is not None:
@@ -54,11 +51,11 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def shared(one: str, other: str) -> int:
+def shared(one, other):
     return next((i for i in range(min(len(one), len(other))) if one[i] != other[i]), min(len(one), len(other)))
 
 
-def right_text(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+def right_text(tokenizer, prompt, output, skip):
     """What the output adds; where it completes the prompt's last character, that character too."""
     known, whole = (tokenizer.decode(ids, skip) for ids in (prompt, prompt + output))
     return whole[len(known) if whole.startswith(known) else shared(known, whole) :]
@@ -67,7 +64,7 @@ def right_text(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip:
 @pytest.mark.parametrize("kind", DECODERS)
 @given(data=st.data(), skip=st.booleans(), length=st.integers(0, 60))
 @settings(max_examples=200, deadline=None)
-def test_the_text_continues_the_prompt(kind: str, data: Any, skip: bool, length: int) -> None:
+def test_the_text_continues_the_prompt(kind, data, skip, length):
     tokenizer = tokenizer_of(kind)
     ids = st.integers(0, tokenizer.vocab_size)  # one of them lies outside the vocabulary
     prompt = data.draw(st.lists(ids, max_size=length))
@@ -90,7 +87,7 @@ def test_the_text_continues_the_prompt(kind: str, data: Any, skip: bool, length:
 @pytest.mark.parametrize("kind", DECODERS)
 @given(data=st.data(), first=st.integers(0, 4))
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind: str, data: Any, first: int) -> None:
+def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind, data, first):
     """As a search of the whole text after each token finds it, also in bytes whose run goes on."""
     tokenizer = tokenizer_of(kind)
     ids = st.lists(st.integers(0, tokenizer.vocab_size), max_size=12)
@@ -116,7 +113,7 @@ def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind: str,
 @pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped", "none"}))
 @given(data=st.data(), begins=st.booleans())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-def test_a_grammar_sees_the_text(kind: str, data: Any, begins: bool) -> None:
+def test_a_grammar_sees_the_text(kind, data, begins):
     """What a grammar allows after a prompt, or at the beginning, has the text that the grammar names."""
     tokenizer = tokenizer_of(kind)
     end, prompt = tokenizer.vocabulary()["</s>"], [] if begins else [0]
@@ -125,9 +122,9 @@ def test_a_grammar_sees_the_text(kind: str, data: Any, begins: bool) -> None:
     said = right_text(tokenizer, prompt, output, True)
     assume(said and BROKEN not in tokenizer.decode(prompt + output))
     same = same_at_beginning(tokenizer, tokenizer.vocab_size)
-    grammar: Any = Choice([said], vocabulary(tokenizer, tokenizer.vocab_size, [end]))
+    grammar = Choice([said], vocabulary(tokenizer, tokenizer.vocab_size, [end]))
     grammar = Beginning(grammar, same) if begins else grammar
-    written: list[int] = []
+    written = []
     while end not in written:
         allowed = np.flatnonzero(grammar.allowed(written, ()))
         if written == output[: len(written)] and len(written) < len(output) and (written or not begins):
@@ -142,7 +139,7 @@ def test_a_grammar_sees_the_text(kind: str, data: Any, begins: bool) -> None:
 @pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped"}))
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_an_echo_with_its_tokens_is_the_whole_text(kind: str, data: Any, skip: bool) -> None:
+def test_an_echo_with_its_tokens_is_the_whole_text(kind, data, skip):
     """Prompt and output as one text, streamed or not, and each token's text and place in it."""
     tokenizer = tokenizer_of(kind)
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=12)

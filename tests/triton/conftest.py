@@ -5,10 +5,7 @@ tests/triton. With SAMESEED_TEST_GPU=pretended as well, tensors are on the prete
 launches, and these tests themselves, fail where they would fail on a GPU.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 
 import fixtures_interpreter
 import pytest
@@ -25,7 +22,7 @@ collect_ignore_glob = [] if asked_for else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def _where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _where_the_kernels_run(monkeypatch):
     """Make tensors on the tested device. No kernel may fail: the reference would replace it, and tests would pass."""
     from sameseed.ops.triton import guard
 

@@ -1,7 +1,5 @@
 """Attention in Triton against the float64 formula, and rows compared with themselves in other batches."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

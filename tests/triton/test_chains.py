@@ -1,11 +1,7 @@
 """Chains that a graph writes by itself have the tokens, confidences and cached rows of passes run by the host."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +10,10 @@ from fixtures_graph import fake_graphs
 from lawkit import load_pair, make_engine, run, texts, write_model
 
 from sameseed import devices, ops
-from sameseed.batch import UNKNOWN, Draw
+from sameseed.batch import UNKNOWN
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
-from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.triton import graphs, guard
@@ -39,18 +34,18 @@ LENGTHS = {"equal": [3, 3, 3], "unequal": [2, 1, 4], "one": [3]}
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_cpu(monkeypatch):
     torch.set_default_device(None)
     monkeypatch.setattr(graphs, "NARROWEST", 64)
 
 
 @pytest.fixture
-def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def chains(monkeypatch):
     """The number of passes in each chain that a graph wrote."""
-    found: list[int] = []
+    found = []
     chain = Graphs.chain
 
-    def counted(self: Graphs, *args: Any) -> Any:
+    def counted(self, *args):
         chosen = chain(self, *args)
         found.append(0 if chosen is None else len(chosen))
         return chosen
@@ -60,21 +55,21 @@ def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def copies(monkeypatch):
     """The number of elements of each batch that was copied to the device."""
-    sizes: list[int] = []
+    sizes = []
     put_into = devices.put_into
     monkeypatch.setattr(devices, "put_into", lambda there, x: (sizes.append(x.numel()), put_into(there, x))[1])
     return sizes
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Llama:
+def model(tmp_path):
     write_model(tmp_path, **SMALL)
     return load_model(tmp_path, ops.resolve("triton"), QuantScheme.parse("w4a16"))
 
 
-def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingParams] | None = None) -> list[Sequence]:
+def sequences(runner, lengths, seed, params=None):
     """Sequences with blocks reserved for `lengths` more tokens."""
     made = []
     for i, (n, p) in enumerate(zip(lengths, params or PARAMS, strict=False)):
@@ -83,27 +78,19 @@ def sequences(runner: Any, lengths: list[int], seed: int, params: list[SamplingP
     return made
 
 
-def draft_runner(model: Llama, kv: str = "fp32") -> ModelRunner:
+def draft_runner(model, kv="fp32"):
     c = model.config
     return ModelRunner(model, KVCache(c.kv_shapes, 24, 4, kv))
 
 
-def same_rows(a: Any, b: Any) -> bool:
+def same_rows(a, b):
     return all(x.k.equal(y.k) and x.v.equal(y.v) for x, y in zip(a.cache.layers, b.cache.layers, strict=True))
 
 
 @pytest.mark.parametrize(
     ("lengths", "sure", "kv"), [("equal", True, "int8"), ("unequal", False, "fp32"), ("one", True, "fp32")]
 )
-def test_a_models_chain(
-    lengths: str,
-    sure: bool,
-    kv: str,
-    model: Llama,
-    chains: list[int],
-    copies: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_models_chain(lengths, sure, kv, model, chains, copies, monkeypatch):
     """Run twice: a graph recorded for some tokens, positions and noise must also serve others."""
     counts = LENGTHS[lengths]
     by_pass, by_graph = draft_runner(model, kv), draft_runner(model, kv)
@@ -111,7 +98,6 @@ def test_a_models_chain(
     for seed in (1, 9):
         seqs = sequences(by_pass, counts, seed)
         drawn = by_pass.draw(seqs, counts, drawer, sure)
-        assert drawn is not None
         wanted.append((drawn.read(), [(s.token_ids, s.num_cached) for s in seqs]))
     assert not any(chains)
     made = fake_graphs(monkeypatch)
@@ -128,14 +114,14 @@ def test_a_models_chain(
     assert same_rows(by_pass, by_graph)
 
 
-def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heads_chain(tmp_path, chains, copies, monkeypatch):
     write_model(tmp_path / "target", **SMALL)
     fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     backend = ops.resolve("triton")
     target = load_model(tmp_path / "target", backend)
     loaded = load_head(tmp_path / "head", target, backend)
     c = loaded.config.layer
-    made: list[Any] = []
+    made = []
     for window, names in ((None, ("unequal", "equal", "one", "one")), (3, ("equal", "unequal"))):
         runners = [HeadRunner(loaded, KVCache(c.kv_shapes, 24, 4, "fp32"), window) for _ in range(2)]
         generator, cases = torch.Generator().manual_seed(1), []
@@ -153,37 +139,32 @@ def test_a_heads_chain(tmp_path: Path, chains: list[int], copies: list[int], mon
         assert chains == [max(counts) - 1 for counts, _ in cases] and same_rows(*runners)
 
 
-def head_chain(runner: HeadRunner, counts: list[int], hidden: list[torch.Tensor]) -> list[Any]:
+def head_chain(runner, counts, hidden):
     """The tokens that a head writes after texts with these hidden states."""
     holders = sequences(runner, counts, len(counts))
 
-    def draws(b: int, depth: int) -> Draw:
+    def draws(b, depth):
         drawn = drawer(holders[b], depth)
-        assert drawn is not None
         return drawn
 
     own = [draws(b, 0) for b in range(len(counts))]
     _, features, chosen = runner.extend(holders, [s.token_ids for s in holders], hidden, True, own)
     drawn = runner.draw(holders, counts, chosen, features, draws)
-    assert drawn is not None
     return drawn.read()
 
 
-def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
-    model: Llama, chains: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(model, chains, monkeypatch):
     by_pass, by_graph = draft_runner(model), draft_runner(model)
     # Rows see the first block and the last six tokens; one more block of 4 is left out at 14, 18, ... rows.
     for runner in (by_pass, by_graph):
         runner.unseen = lambda seq: (1, (seq.num_cached - 6) // 4) if seq.num_cached >= 14 else (0, 0)
     text = [t % 50 + 3 for t in range(0, 90, 7)]  # 13 tokens
 
-    def drawn(runner: ModelRunner, length: int, count: int) -> Any:
+    def drawn(runner, length, count):
         seq = Sequence(0, tuple(text[:length]), WARM, 3)
         assert runner.blocks.reserve(seq, length + count)
         found = runner.draw([seq], [count], drawer)
         runner.blocks.release(seq)
-        assert found is not None
         return found.read()
 
     wanted = [drawn(by_pass, 9, 4), drawn(by_pass, 13, 4), drawn(by_pass, 13, 3)]
@@ -194,9 +175,7 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_texts_and_counts_are_those_of_passes(
-    method: str, tmp_path: Path, chains: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_and_counts_are_those_of_passes(method, tmp_path, chains, monkeypatch):
     """Greedy and sampled, prompts of several lengths, texts that end within a chain, and a preempted one."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, **SMALL)
@@ -204,7 +183,7 @@ def test_texts_and_counts_are_those_of_passes(
         fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
     pair = load_pair(tmp_path / "target", tmp_path / "draft", "triton", "w4a16")
     params = [replace(p, max_tokens=8, seed=1, ignore_eos=True) for p in PARAMS]
-    how: dict[str, Any] = {"block": 4, "tokens": 24, "max_len": 16}
+    how = {"block": 4, "tokens": 24, "max_len": 16}
     how |= {"options": {"top_k": 1}} if method == "eagle" else {}
     op_by_op = make_engine(pair, method, 4, **how)
     wanted = texts(run(op_by_op, TEXTS, params))  # of plain decoding: test_graphs.py

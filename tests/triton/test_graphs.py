@@ -1,7 +1,5 @@
 """Whole models in the interpreter: the reference's values, and passes by graphs (a fake) with the bits of others."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The KV cache in Triton: codes and scales equal the formats' own bit for bit, and rows are moved as a whole."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

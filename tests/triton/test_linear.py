@@ -1,21 +1,18 @@
 """Products, norms and gates of the GPU kernels: values, bits, and how products are cut into programs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from fixtures_ops import randn
-from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 from sameseed.ops import gated_rows, normed_rows, plain_rows, reference, triton as gpu
 from sameseed.ops.triton import dispatch as host, guard, packing, tiling as cuts
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 # Law 4 in numbers: the largest difference from the reference over the sum of |x w|. Rows as float16 times a power of
 # two keep 11 bits, and bfloat16 keeps 8; other rows enter the product as in the reference.
@@ -44,20 +41,20 @@ def _small_programs(request, monkeypatch):
     cuts.cut.cache_clear()
 
 
-def packed(name: str, O: int, K: int) -> tuple[QuantTensor, QuantTensor]:  # noqa: E741
+def packed(name, O, K):  # noqa: E741
     plain = QuantScheme.parse(name).encode(randn(O, K, seed=1))
     w = backend.pack(plain)
     assert gpu.serves(w) and (w.layout == packing.LAYOUT or w.format in packing.DENSE)
     return plain, w
 
 
-def fits(name: str, K: int) -> bool:
+def fits(name, K):
     """Whether the format's groups divide rows of K values."""
     group = {"g64": 64, "g32": 32, "b128": 32}.get(name.split("-")[1] if "-" in name else "", 1)
     return K % group == 0
 
 
-def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
+def as_entered(x, w):
     """Rows as they enter the product (after rounding), in float64."""
     form = host.form_for(w)
     if form == "half":
@@ -71,7 +68,7 @@ def as_entered(x: Tensor, w: QuantTensor) -> Tensor:
     return x.bfloat16().double() if form == "bf16" else x.double()
 
 
-def size(x: Tensor, w: QuantTensor) -> Tensor:
+def size(x, w):
     return x.abs().double() @ scheme.get(w.format).decode(w).abs().double().T
 
 

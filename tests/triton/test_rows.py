@@ -1,7 +1,5 @@
 """Rows prepared for a product: rows too wide for registers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,12 +9,12 @@ from fixtures_ops import randn
 from sameseed import ops
 from sameseed.ops import Then, gated_rows, normed_rows, plain_rows, triton as gpu
 from sameseed.ops.triton import dispatch, guard, prepared as host, tiling as cuts
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 backend = ops.resolve("triton", "cpu" if guard.interpreted() else "cuda")
 
 
-def packed(name: str, O: int, K: int) -> QuantTensor:  # noqa: E741
+def packed(name, O, K):  # noqa: E741
     return backend.pack(QuantScheme.parse(name).encode(randn(O, K, seed=1)))
 
 

@@ -1,7 +1,5 @@
 """Larger tiles of rows: they give the bits of tiles of 16 rows, and when they are used."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,7 @@ from fixtures_ops import randn
 from sameseed import ops
 from sameseed.ops import plain_rows
 from sameseed.ops.triton import dispatch as host, guard, tiling as cuts, wide
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 FORMATS = ["bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8-g32", "fp8", "fp8-a8", "mxfp4", "w8a8n-g32"]
 DEVICE = "cpu" if guard.interpreted() else "cuda"
@@ -31,11 +29,11 @@ def _small_programs(monkeypatch):
     cuts.cut.cache_clear()
 
 
-def packed(name: str, O: int, K: int) -> QuantTensor:  # noqa: E741
+def packed(name, O, K):  # noqa: E741
     return backend.pack(QuantScheme.parse(name).encode(randn(O, K, seed=1)))
 
 
-def chosen(w: QuantTensor, num_rows: int, capability: tuple[int, int] = (9, 0)) -> wide.Way | None:
+def chosen(w, num_rows, capability=(9, 0)):
     return wide.way(cuts.tiling(w), host.form_for(w), w.group != w.shape[1], num_rows, capability)
 
 
@@ -82,10 +80,10 @@ def test_a_device_must_show_equal_bits_first(asked, caplog):
     there, one = torch.device("cpu"), torch.ones(2)
     calls = []
 
-    def fails() -> torch.Tensor:
+    def fails():
         raise guard.TritonError("out of resource: shared memory")
 
-    def slower() -> torch.Tensor:
+    def slower():
         calls.append(1)
         return one
 
@@ -95,13 +93,3 @@ def test_a_device_must_show_equal_bits_first(asked, caplog):
     assert not wide.same_bits("signs", there, lambda: 0 * one, lambda: -0.0 * one)
     assert not wide.same_bits("broken", there, slower, fails)
     assert ["other bits" in r.getMessage() for r in caplog.records] == [True, True, False]
-
-
-def test_products_ask_before_they_go_wide(asked):
-    w, x = packed("bf16", 40, 64), randn(70, 64)
-    expected = backend.product(plain_rows(x), w)
-    assert list(wide._proven.values()) == [True]
-    wide._proven.update(dict.fromkeys(wide._proven, False))
-    again = replace(w)  # a weight caches what was shown for it
-    assert host.larger("bf16", again, 70, x.device) is None
-    assert backend.product(plain_rows(x), again).equal(expected)

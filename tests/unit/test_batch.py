@@ -1,7 +1,5 @@
 """Batch: rows, positions, slots and masks of one pass, by example and against their definition."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -14,17 +12,15 @@ from sameseed.batch import GREEDY, MAX_NODES, UNKNOWN, Draw, Draws, Rows, build_
 from sameseed.ops import reference
 
 
-def test_the_64th_node_uses_the_sign_bit() -> None:
+def test_the_64th_node_uses_the_sign_bit():
     parents = list(range(-1, MAX_NODES - 1))
     batch = build_batch([Rows([1], 0, [2] * MAX_NODES, parents, list(range(5)), True)], 16)
-    assert batch.tree_mask is not None
     assert batch.tree_mask[-1].item() == -1, "all 64 bits"
     wide = build_batch([Rows([1], 0, [2] * MAX_NODES, [-1] * MAX_NODES, list(range(5)), True)], 16)
-    assert wide.tree_mask is not None
     assert wide.tree_mask[-1].item() == -(2**63), "only its own bit"
 
 
-def test_random_against_the_definition() -> None:
+def test_random_against_the_definition():
     rng = random.Random(3)
     for _ in range(50):
         size = rng.choice([1, 3, 16])
@@ -60,7 +56,7 @@ def test_random_against_the_definition() -> None:
         assert batch.logit_rows.tolist() == logit_rows
 
 
-def test_tensors_of_a_batch_lie_alike() -> None:
+def test_tensors_of_a_batch_lie_alike():
     """They begin at multiples of 16 bytes for any numbers of rows: a GPU's compiler would specialize on others."""
     for count in range(1, 7):
         rows = [Rows(list(range(count)), 0, [], [], [0, 1], True), Rows([7], 2, [8], [-1], [2], True)]
@@ -74,7 +70,7 @@ def test_tensors_of_a_batch_lie_alike() -> None:
 HOST = ("most", "shares", "sure")
 
 
-def test_a_batch_goes_to_a_device_in_one_copy() -> None:
+def test_a_batch_goes_to_a_device_in_one_copy():
     """All of it is copied, with tree mask, key positions and draws; each tensor begins at a multiple of 16 bytes."""
     rows = [Rows([1, 2], 8, [3, 4], [-1, 0], [5, 6, 7], True, unseen=(0, 1)), Rows([7], 2, [], [], [2], True)]
     drawn = [Draw(2**64 - 5, 0.5, -3.0, False, 4, 0.9), GREEDY, Draw(7, 1.0, -math.inf, False), GREEDY]
@@ -92,7 +88,7 @@ def test_a_batch_goes_to_a_device_in_one_copy() -> None:
     assert batch.on(torch.device("cpu")) is batch
 
 
-def test_tokens_that_only_the_device_knows_stay_there() -> None:
+def test_tokens_that_only_the_device_knows_stay_there():
     batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
     with pretended_device():
         late = torch.tensor([8, 9], dtype=torch.int32, device=DEVICE)
@@ -101,7 +97,7 @@ def test_tokens_that_only_the_device_knows_stay_there() -> None:
         assert list(found.values()) == [1] and there.token_ids.tolist() == [5, 8, 9, 7]
 
 
-def test_drafts_that_do_not_branch_may_stand_for_known_tokens() -> None:
+def test_drafts_that_do_not_branch_may_stand_for_known_tokens():
     """The rows of such drafts see the same keys in the same order, so attention gives the same bits."""
     rng, found = random.Random(5), 0
     for _ in range(40):
@@ -125,7 +121,7 @@ def test_drafts_that_do_not_branch_may_stand_for_known_tokens() -> None:
     assert found, "batches of both kinds"
 
 
-def test_a_node_whose_ancestors_are_stored_stands_for_a_known_token_too() -> None:
+def test_a_node_whose_ancestors_are_stored_stands_for_a_known_token_too():
     batch = build_batch([Rows([1, 2], 3, [7, 8, 9], [-1, 0, 1], [0, 1, 2], True)], 4)
     last = {name: getattr(batch, name)[-1:] for name in ("token_ids", "positions", "slots", "tree_mask")}
     last |= {"row_offsets": torch.tensor([0, 1], dtype=torch.int32), "num_pending": torch.zeros(1, dtype=torch.int32)}

@@ -1,7 +1,5 @@
 """The pages are true: generated tables are current, and links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_tables_from_the_code_are_current(page: Path) -> None:
+def test_tables_from_the_code_are_current(page):
     # Tables of records are left out: a user who runs `make bench` has not broken the docs.
     text = page.read_text()
     for match in make_tables.MARKED.finditer(text):
@@ -22,14 +20,14 @@ def test_tables_from_the_code_are_current(page: Path) -> None:
             assert make_tables.MAKERS[kind](name) in match[0], f"{page.name}: {kind}:{name} is stale; run `make docs`"
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     for target, anchor in re.findall(r"\]\((?!https?://|mailto:)([^)#\s]*)#?([^)\s]*)", page.read_text()):
         there = (page.parent / target).resolve() if target else page
         assert there.exists(), f"{page.name} links to {target}, which is not there"

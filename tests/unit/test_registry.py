@@ -1,7 +1,5 @@
 """Registries: the file name is the key, and no module is imported before it is asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -11,7 +9,7 @@ from sameseed import config, registry
 from sameseed.errors import RegistryError
 
 
-def test_names() -> None:
+def test_names():
     assert {"ngram", "draft_model"} <= set(registry.names("drafters"))
     assert {"fp32", "bf16", "fp16", "int8"} <= set(registry.names("formats"))
     assert {"reference", "cpu"} <= set(registry.names("ops"))
@@ -25,25 +23,25 @@ def test_names() -> None:
     ("name", "hint"),
     [("n-gram", "did you mean 'ngram'"), ("draftmodel", "did you mean 'draft_model'"), ("zzz", "there are: ")],
 )
-def test_an_unknown_name(name: str, hint: str) -> None:
+def test_an_unknown_name(name, hint):
     with pytest.raises(RegistryError, match=f"no entry '{name}' in drafters") as caught:
         registry.load("drafters", name)
     assert hint in str(caught.value)
     assert "draft_model" in str(caught.value), "it lists what there is"
 
 
-def test_a_file_that_begins_with_an_underscore_is_no_entry() -> None:
+def test_a_file_that_begins_with_an_underscore_is_no_entry():
     for name in ("_dense", "../ops/cpu", ""):
         with pytest.raises(RegistryError):
             registry.load("formats", name)
 
 
-def test_what_drafters_own_is_known_before_they_are_loaded() -> None:
+def test_what_drafters_own_is_known_before_they_are_loaded():
     assert {n: registry.load("drafters", n).DRAFTER.owns for n in config.OWNS} == config.OWNS
     assert set(config.WRITTEN.values()) <= set(config.OWNS) == registry._own("drafters")
 
 
-def test_the_front_of_a_server_starts_without_pytorch() -> None:
+def test_the_front_of_a_server_starts_without_pytorch():
     """Its flags name a draft model, whose drafter is looked up; only the process of the engine needs PyTorch."""
     code = (
         "import sys; from sameseed.cli.options import parse; from sameseed.cli.flags import ServeArgs\n"

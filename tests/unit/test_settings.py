@@ -34,7 +34,7 @@ class Whole:
     more: Mapping[str, object] = field(default_factory=dict)
 
 
-def test_a_table_becomes_the_dataclass() -> None:
+def test_a_table_becomes_the_dataclass():
     data = {"part": {"steps": 3, "rate": 1}, "parts": [{"steps": 1}], "words": ["a"], "share": 1, "more": {"a": [1]}}
     whole = fields.parse(Whole, data)
     assert whole == Whole(Part(3, 1.0), parts=(Part(1),), words=("a",), share=1.0, more={"a": [1]})
@@ -42,7 +42,7 @@ def test_a_table_becomes_the_dataclass() -> None:
     assert fields.parse(Whole, {"part": Part(1), "share": None}) == Whole(Part(1))
 
 
-def test_a_whole_number_for_a_text_is_its_digits() -> None:
+def test_a_whole_number_for_a_text_is_its_digits():
     assert fields.parse(Whole, {"part": {"steps": 1}, "name": 2048}).name == "2048"
 
 
@@ -67,52 +67,48 @@ def test_a_whole_number_for_a_text_is_its_digits() -> None:
         ({"part": Part(1), "more": [1]}, "option 'more' must be of type object"),
     ],
 )
-def test_what_does_not_fit_is_refused(data: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_is_refused(data, message):
     with pytest.raises(ConfigError, match=message):
         fields.parse(Whole, data)
 
 
-def test_an_error_says_where() -> None:
+def test_an_error_says_where():
     with pytest.raises(ConfigError, match=r"^a\.toml: part: unknown option 'step'; did you mean 'steps'"):
         fields.parse(Whole, {"part": {"step": 1}}, "a.toml")
     with pytest.raises(ConfigError, match=r"^a\.toml: option 'name' must be"):
         fields.parse(Whole, {"part": Part(1), "name": None}, "a.toml")
 
 
-def test_values_given_to_the_class_itself_are_checked() -> None:
+def test_values_given_to_the_class_itself_are_checked():
     fields.check(Whole(Part(1), share=1))
-    for wrong in (Whole(Part(1), name=3), Whole(Part(1), share="1"), Whole(None)):  # type: ignore[arg-type]
+    for wrong in (Whole(Part(1), name=3), Whole(Part(1), share="1"), Whole(None)):
         with pytest.raises(ConfigError):
             fields.check(wrong)
 
 
-BAD: list[tuple[type, str, list[object]]] = [
-    (CacheConfig, "block_size", [0, 1025]),
-    (CacheConfig, "num_blocks", [0]),
-    (SpecConfig, "num_draft_tokens", [-1, 65, 2.0, True]),
-    (SpecConfig, "confidence", [-0.1, math.nan]),
-    (EngineConfig, "max_num_rows", [0, 1]),
-    (EngineConfig, "max_num_seqs", [0, 10**6]),
-    (EngineConfig, "threads", [0]),
+BAD = [
+    (CacheConfig, "block_size", [0, 1025]), (CacheConfig, "num_blocks", [0]),
+    (SpecConfig, "num_draft_tokens", [-1, 65, 2.0, True]), (SpecConfig, "confidence", [-0.1, math.nan]),
+    (EngineConfig, "max_num_rows", [0, 1]), (EngineConfig, "max_num_seqs", [0, 10**6]), (EngineConfig, "threads", [0]),
     (EngineConfig, "max_model_len", [1, -5]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "name", "values"), BAD)
-def test_out_of_range(kind: type, name: str, values: list[object]) -> None:
+def test_out_of_range(kind, name, values):
     for value in values:
         with pytest.raises(ConfigError, match=name):
             kind(**{name: value})
 
 
-def test_edges_that_are_fine() -> None:
+def test_edges_that_are_fine():
     CacheConfig(block_size=1, num_blocks=1)
     SpecConfig(num_draft_tokens=0, confidence=0)
     SpecConfig(num_draft_tokens=64, confidence=1.0)
     EngineConfig(max_num_rows=1, max_num_seqs=1, max_model_len=2, threads=1)
 
 
-def test_options_from_json() -> None:
+def test_options_from_json():
     assert parse_options('{"max_ngram": 4, "deep": {"a": [1]}}') == {"max_ngram": 4, "deep": {"a": [1]}}
     for text in ("", "{", "max_ngram=4", "{'a': 1}"):
         with pytest.raises(ConfigError, match="JSON object"):
@@ -122,41 +118,30 @@ def test_options_from_json() -> None:
             parse_options(text)
 
 
-WRONG: dict[str, list[object]] = {
-    "temperature": [-0.1, math.nan, math.inf, 10**400, "1", True],
-    "top_p": [0.0, 1.01, math.nan],
-    "min_p": [-0.1, 2],
-    "top_k": [-2, 2.0],
-    "repetition_penalty": [0, -math.inf],
-    "presence_penalty": [2.5],
-    "frequency_penalty": [math.nan],
-    "max_tokens": [0, 1.5],
-    "min_tokens": [-1, 129],
-    "n": [0, 129],
-    "seed": [-1, 2**63],
-    "logprobs": [101],
-    "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: math.inf}, {5: math.nan}],
-    "banned_token_ids": [(-1,)],
-    "stop_token_ids": [(1.0,)],
-    "stop": [("",), (5,)],
-}
+WRONG = {
+    "temperature": [-0.1, math.nan, math.inf, 10**400, "1", True], "top_p": [0.0, 1.01, math.nan], "min_p": [-0.1, 2],
+    "top_k": [-2, 2.0], "repetition_penalty": [0, -math.inf], "presence_penalty": [2.5],
+    "frequency_penalty": [math.nan], "max_tokens": [0, 1.5], "min_tokens": [-1, 129], "n": [0, 129],
+    "seed": [-1, 2**63], "logprobs": [101], "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: math.inf}, {5: math.nan}],
+    "banned_token_ids": [(-1,)], "stop_token_ids": [(1.0,)], "stop": [("",), (5,)],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_out_of_range_of_request(name: str) -> None:
+def test_out_of_range_of_request(name):
     for value in WRONG[name]:
         with pytest.raises(RequestError, match=name.split("_token_ids")[0]) as caught:
-            SamplingParams(**{"max_tokens": 128, name: value})  # type: ignore[arg-type]
+            SamplingParams(**{"max_tokens": 128, name: value})
         assert isinstance(caught.value, SameseedError) and isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("allowed", [(), (1, 2)])
-def test_some_token_must_be_allowed(allowed: tuple[int, ...]) -> None:
+def test_some_token_must_be_allowed(allowed):
     with pytest.raises(RequestError, match="no token"):
         SamplingParams(allowed_token_ids=allowed, banned_token_ids=(2, 1, 3))
 
 
-def test_edges_that_are_fine_of_request() -> None:
+def test_edges_that_are_fine_of_request():
     for params in (
         {"temperature": 0},
         {"temperature": 1e-300},
@@ -168,26 +153,26 @@ def test_edges_that_are_fine_of_request() -> None:
         {"presence_penalty": -2, "frequency_penalty": 2.0},
         {"logprobs": 0, "n": 128},
     ):
-        SamplingParams(**params)  # type: ignore[arg-type]
+        SamplingParams(**params)
 
 
-def test_what_is_given_loosely_is_kept_strictly() -> None:
+def test_what_is_given_loosely_is_kept_strictly():
     stops = ["a", "b"]
-    params = SamplingParams(stop="END", stop_token_ids=[1, 2], allowed_token_ids=[3], logit_bias={1: 2})  # type: ignore[arg-type]
+    params = SamplingParams(stop="END", stop_token_ids=[1, 2], allowed_token_ids=[3], logit_bias={1: 2})
     assert params.stop == ("END",)
     assert params.stop_token_ids == (1, 2)
     assert params.allowed_token_ids == (3,)
-    listed = SamplingParams(stop=stops)  # type: ignore[arg-type]
+    listed = SamplingParams(stop=stops)
     stops.append("c")
     assert listed.stop == ("a", "b"), "a copy"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = 1.0  # type: ignore[misc]
+        params.temperature = 1.0
     assert dataclasses.replace(params, temperature=0.5).stop == ("END",)
 
 
-def test_derived() -> None:
+def test_derived():
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=1e-9).greedy
     assert not SamplingParams(presence_penalty=0.0, repetition_penalty=1.0).has_penalties
     for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
-        assert SamplingParams(**{name: value}).has_penalties  # type: ignore[arg-type]
+        assert SamplingParams(**{name: value}).has_penalties

@@ -1,11 +1,7 @@
 """End and special tokens: from every file that names them, as transformers reads them."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
@@ -19,7 +15,7 @@ VOCAB = ["<s>", "</s>", "<|im_end|>", "<|call|>", *ALPHABET]  # the last two: or
 SIZE = len(VOCAB)
 
 
-def write(folder: Path, **files: Any) -> Path:
+def write(folder, **files):
     """A folder with a tokenizer that marks <s> and </s>, and more JSON files by name."""
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(VOCAB)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -32,12 +28,12 @@ def write(folder: Path, **files: Any) -> Path:
     return folder
 
 
-def token(content: str, **flags: Any) -> dict[str, Any]:
+def token(content, **flags):
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True} | flags
     return {"content": content, **flags}
 
 
-FOLDERS: dict[str, dict[str, Any]] = {
+FOLDERS = {
     "config": {"tokenizer_config": {"bos_token": "<s>", "eos_token": "<|im_end|>", "model_max_length": 9}},
     "config as objects": {"tokenizer_config": {"eos_token": token("</s>") | {"__type": "AddedToken"}}},
     "map": {"tokenizer_config": {}, "special_tokens_map": {"bos_token": token("<s>"), "eos_token": "<|im_end|>"}},
@@ -57,7 +53,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_special_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_special_tokens_are_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = write(tmp_path, **FOLDERS[name])
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -88,13 +84,13 @@ def test_special_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> 
         ({"tokenizer_config": {"eos_token": "!"}}, {}, {VOCAB.index("!"): ["tokenizer_config.json"]}),
     ],
 )
-def test_ends_are_the_union_of_all_files(files: Any, config: Any, ends: dict[int, Any], tmp_path: Path) -> None:
+def test_ends_are_the_union_of_all_files(files, config, ends, tmp_path):
     found = end_tokens(write(tmp_path, **files), config)
     assert list(found) == list(ends)
     assert all(said is ... or found[t] == said for t, said in ends.items())
 
 
-def test_tokens_that_do_not_exist_are_left_out_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_do_not_exist_are_left_out_with_a_word(tmp_path, caplog):
     strange = {"tokenizer_config": {"eos_token": "<nowhere>"}, "added_tokens": {"<|far|>": SIZE + 7}}
     folder = write(tmp_path, **strange, generation_config={"eos_token_id": ["</s>", 1]})
     with caplog.at_level(logging.WARNING):

@@ -1,10 +1,7 @@
 """Files of our own: written whole or not at all, for their owner alone where they hold texts, checked when read."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +12,13 @@ from sameseed.drafters._store import TextStore
 
 
 @pytest.fixture
-def umask() -> Iterator[None]:
+def umask():
     before = os.umask(0o022)
     yield
     os.umask(before)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, umask: None) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, umask):
     path = tmp_path / "file"
     for mode, seen in ((0o666, 0o644), (store.PRIVATE, 0o600)):
         with store.replacing(path, mode) as file:
@@ -33,7 +30,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, umask: None) -> N
     assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
 
 
-def test_others_may_not_read_texts(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_may_not_read_texts(tmp_path, umask, monkeypatch):
     """The suffix drafter's store, also one that an earlier version left open to all, and the cache of texts."""
     texts = TextStore(tmp_path / "texts", 100, 50)
     texts.append([1, 2, 3])
@@ -46,18 +43,14 @@ def test_others_may_not_read_texts(tmp_path: Path, umask: None, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00v\x00{'descr': '<f8'", b"x" * 99])
-def test_a_damaged_file_is_no_file(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_no_file(tmp_path, content, monkeypatch, caplog):
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
     store.write("kind", "key", {"a": np.arange(3)})
     (tmp_path / "kind" / "key.npz").write_bytes(content)
     assert store.read("kind", "key") is None and len(caplog.messages) == 1
 
 
-def test_a_file_that_was_changed_is_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_was_changed_is_no_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
     store.write("kind", "key", {"a": np.arange(3), "b": np.array(["x"])})
     arrays = store.read("kind", "key")
@@ -69,7 +62,7 @@ def test_a_file_that_was_changed_is_no_file(
     assert store.read("kind", "key") is None and "digest" in caplog.text
 
 
-def test_where_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_measurements_are_kept(monkeypatch, tmp_path):
     monkeypatch.delenv(store.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert store.cache_folder() == tmp_path / "sameseed"
@@ -77,16 +70,14 @@ def test_where_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert store.cache_folder() == Path.home() / ".cache" / "sameseed"
 
 
-def test_a_folder_that_cannot_be_written_costs_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file"))
     store.write("kind", "key", {"a": np.arange(3)})
     assert store.VARIABLE in caplog.text and store.read("kind", "key") is None
 
 
-def test_a_digest_of_weights_is_that_of_a_copy(tmp_path: Path, pair_folders: tuple[Path, Path]) -> None:
+def test_a_digest_of_weights_is_that_of_a_copy(tmp_path, pair_folders):
     keys = [store.weights_key(folder) for folder in pair_folders]
     assert keys[0] != keys[1]
     shutil.copytree(pair_folders[0], tmp_path / "copy")

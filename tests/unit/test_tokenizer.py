@@ -1,14 +1,10 @@
 # ruff: noqa: RUF001 - scripts that look alike are the point
 """Text to tokens and back: nothing is lost, streams have no broken characters, templates stay in their sandbox."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import datetime
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -36,7 +32,7 @@ SPECIAL = ["<s>", "</s>", "<|user|>"]
 
 
 @cache
-def byte_level() -> Tokenizer:
+def byte_level():
     """Like GPT-2's and Llama 3's: every byte is a token, and merges cross character boundaries."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +49,7 @@ def byte_level() -> Tokenizer:
 
 
 @cache
-def metaspace() -> Tokenizer:
+def metaspace():
     """Like Llama 2's and Mistral's: a space is part of the next word, unknown characters become byte tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -97,13 +93,13 @@ texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="�
 ).map("".join)
 
 
-def hard_examples(test: Any) -> Any:
+def hard_examples(test):
     for text in HARD:
         test = example(text=text)(test)
     return test
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+def pieces_of(tokenizer, token_ids):
     stream = tokenizer.stream()
     return [*(stream.push(t) for t in token_ids), stream.flush()]
 
@@ -158,14 +154,14 @@ def test_text_that_is_no_text_is_refused(text):
         byte_level().encode(text)
 
 
-def save(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
+def save(folder, tokenizer, **config):
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_from_folder(tmp_path):
-    token: dict[str, object] = {"content": "</s>", "special": True, "__type": "AddedToken"}
+    token = {"content": "</s>", "special": True, "__type": "AddedToken"}
     save(tmp_path, byte_level(), bos_token="<s>", eos_token=token, unk_token=None, model_max_length=9)
     loaded = Tokenizer.from_folder(tmp_path)
     assert loaded.special == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -235,7 +231,7 @@ WHOLE = [
 TALK = [{"role": "system", "content": "Be kind."}, *HELLO, {"role": "assistant", "content": "Hi"}, *HELLO]
 
 
-def with_template(template: str | dict[str, str] | None) -> Tokenizer:
+def with_template(template):
     return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
@@ -370,14 +366,11 @@ def test_templates_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("messages", "word"),
     [
-        ([], "empty"),
-        ([{"role": "user"}], "content"),
-        ([{"content": "x"}], "role"),
-        ([{"role": "user", "content": 3}], "content"),
-        ([{"role": "pirate", "content": "Arr"}], "unknown role pirate"),
+        ([], "empty"), ([{"role": "user"}], "content"), ([{"content": "x"}], "role"),
+        ([{"role": "user", "content": 3}], "content"), ([{"role": "pirate", "content": "Arr"}], "unknown role pirate"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_messages_that_are_refused(messages, word):
     with pytest.raises(RequestError, match=word):
         with_template(CHATML).chat(messages)
@@ -395,24 +388,18 @@ def test_templates_that_fail_are_a_clear_error(template):
 
 
 ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__.__base__.__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.system('touch TRACE') }}",
-    "{{ lipsum.__globals__['os'].popen('touch TRACE').read() }}",
-    "{{ lipsum | attr('__globals__') }}",
+    "{{ lipsum.__globals__['os'].popen('touch TRACE').read() }}", "{{ lipsum | attr('__globals__') }}",
     "{{ self.__init__.__globals__.__builtins__.open('TRACE', 'w') }}",
     "{{ self._TemplateReference__context }}{{ self._TemplateReference__context.environment.from_string }}",
     "{{ raise_exception.__globals__['ImmutableSandboxedEnvironment'] }}",
-    "{{ '{0.__class__.__mro__}'.format(messages) }}",
-    "{{ '{x.__class__}'.format_map({'x': messages}) }}",
-    "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}",
-    "{{ messages | map(attribute='__class__') | list }}",
-    "{% for m in messages %}{{ m.update({'role': 'system'}) }}{% endfor %}",
-    "{{ messages.append(1) }}",
-    "{% set _ = messages.__setitem__(0, 1) %}",
-    "{{ config }}{{ request }}{{ environment }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}", "{{ '{x.__class__}'.format_map({'x': messages}) }}",
+    "{{ ('{0.__class__.__mro__}' | attr('format'))(messages) }}", "{{ messages | map(attribute='__class__') | list }}",
+    "{% for m in messages %}{{ m.update({'role': 'system'}) }}{% endfor %}", "{{ messages.append(1) }}",
+    "{% set _ = messages.__setitem__(0, 1) %}", "{{ config }}{{ request }}{{ environment }}",
     "{{ (messages | select).gi_frame.f_back.f_globals }}",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("escape", ESCAPES)

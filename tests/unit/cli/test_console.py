@@ -1,11 +1,7 @@
 """Streaming with draft marks: characters stay together with the tokens that they come from."""
 
-from __future__ import annotations
-
 import io
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,11 +17,11 @@ BEGIN, END = PLAIN_MARKS
 
 
 @pytest.fixture(scope="module")
-def tokenizer(pair_folders: tuple[Path, Path]) -> Tokenizer:
+def tokenizer(pair_folders):
     return Tokenizer.from_folder(pair_folders[0])
 
 
-def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tuple[str, ...] = ()) -> str:
+def write(tokenizer, tokens, flags, stop=()):
     """What a TextWriter shows of tokens that come one by one, with the engine's text deltas."""
     stream, output = io.StringIO(), OutputText(tokenizer, stop)
     writer = TextWriter(stream, show_draft=True)
@@ -41,19 +37,19 @@ def write(tokenizer: Tokenizer, tokens: list[int], flags: list[bool], stop: tupl
     return stream.getvalue()
 
 
-def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+def spelled(tokenizer, text):
     """Each character's bytes as tokens of one byte: characters span tokens."""
     return [token for c in text for token in tokenizer.encode(c, add_special_tokens=False)]
 
 
-def test_accepted_characters_are_marked(tokenizer: Tokenizer) -> None:
+def test_accepted_characters_are_marked(tokenizer):
     tokens = spelled(tokenizer, "abcd")
     assert write(tokenizer, tokens, [False, True, True, False]) == f"a{BEGIN}bc{END}d"
     assert write(tokenizer, tokens, [True] * 4) == f"{BEGIN}abcd{END}"
     assert write(tokenizer, tokens, [False] * 4) == "abcd"
 
 
-def test_a_character_of_several_tokens_counts_as_accepted_if_all_were(tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_tokens_counts_as_accepted_if_all_were(tokenizer):
     tokens = spelled(tokenizer, "aéb你")
     assert len(tokens) == 7
     all_of_it = [False, True, True, False, True, True, True]
@@ -61,7 +57,7 @@ def test_a_character_of_several_tokens_counts_as_accepted_if_all_were(tokenizer:
     assert write(tokenizer, tokens, [False, False, True, True, True, True, False]) == f"aé{BEGIN}b{END}你"
 
 
-def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer: Tokenizer) -> None:
+def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer):
     tokens = spelled(tokenizer, "one STAR STOP two")
     flags = [i % 2 == 0 for i in range(len(tokens))]
     shown = write(tokenizer, tokens, flags, stop=("STOP",))
@@ -72,11 +68,11 @@ def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer: Tokenizer)
 class Terminal(io.StringIO):
     """A stream that claims to be a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_do_not_reach_a_terminal(tokenizer, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
@@ -91,7 +87,7 @@ def test_control_characters_do_not_reach_a_terminal(tokenizer: Tokenizer, monkey
 
 
 @pytest.mark.parametrize("width", [36, 44, 60, 200])
-def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_folds_between_words(width, monkeypatch):
     narrow = Console(width=width, file=io.StringIO())
     monkeypatch.setattr(console, "stdout_console", lambda: narrow)
     table = Table("format", "weights of all", "tokens a second", "peak")
@@ -104,11 +100,11 @@ def test_a_table_folds_between_words(width: int, monkeypatch: pytest.MonkeyPatch
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_chat_shows_harmony_without_its_marks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_shows_harmony_without_its_marks(capsys):
     texts = ["<|channel|>analysis<|message|>", "why<|end|><|start|>assistant<|channel|>final<|mess", "age|>so <", "b"]
     deltas = [Delta("r", 0, text, (1,), (None,), text_offset=(0,)) for text in texts]
     template = SimpleNamespace(chat_template="<|channel|>analysis<|message|>")
-    llm: Any = SimpleNamespace(tokenizer=template, chat_stream=lambda messages, params: deltas)
+    llm = SimpleNamespace(tokenizer=template, chat_stream=lambda messages, params: deltas)
     said = chat.answer(llm, [], SamplingParams(), flags.ChatArgs(), interactive=False)
     assert said == "so <b", "the next turn has no reasoning"
     assert capsys.readouterr().out == "why\n\nso <b"

@@ -1,10 +1,6 @@
 """The demo runs the embedded pair, and reports the results whatever they are."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,23 +11,19 @@ from sameseed.measure.bench import Run
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     for name, value in (("SHOWN_TOKENS", 8), ("TOKENS", 4), ("MOST_PROMPTS", 1)):
         monkeypatch.setattr(demo, name, value)
 
 
-def test_without_the_index_the_packaged_pair_answers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_index_the_packaged_pair_answers(capsys, monkeypatch):
     monkeypatch.delenv(hub.MODELS, raising=False)
     assert main(["demo", "--fetch-seconds", "0", "--seconds", "0.01"]) == 0
     out = capsys.readouterr().out
     assert out.count("Same output: yes") == 2 and "Without a trained model" in out and "times as fast" in out
 
 
-def test_a_trained_model_answers_where_it_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_model_answers_where_it_is_there(tmp_path, capsys, monkeypatch):
     """The packaged pair's target stands for it: a folder in the place of its file."""
     monkeypatch.setenv(hub.MODELS, str(tmp_path))
     monkeypatch.setattr(demo, "REAL", "embedded")
@@ -42,15 +34,15 @@ def test_a_trained_model_answers_where_it_is_there(
     assert out.count("Same output: yes") == 2 and "greedy, on" in out and "made up" not in out
 
 
-def test_no_time_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_time_to_measure_is_refused(capsys):
     assert main(["demo", "--seconds", "0"]) == 2
     out, err = capsys.readouterr()
     assert "above 0" in err and not out
 
 
-def test_another_text_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*tokens: int) -> Run:
-        done: Any = SimpleNamespace(token_ids=tokens)
+def test_another_text_is_said_aloud(capsys):
+    def run(*tokens):
+        done = SimpleNamespace(token_ids=tokens)
         return Run(seconds=1.0, completions=[done])
 
     same = {"greedy": (run(1, 2, 3), run(1, 2, 3))}

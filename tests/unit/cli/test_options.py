@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -31,11 +30,11 @@ class Lists:
     switch: bool = False
 
 
-def parse(*argv: str) -> options.Parsed[Nothing]:
+def parse(*argv):
     return options.parse(Nothing, argv, "test", engine=True, sampling=True)
 
 
-def test_every_field_has_a_flag_with_help() -> None:
+def test_every_field_has_a_flag_with_help():
     own = {"method", "model", "options", "below", "drafter", "cache", "spec"}
     fields = [f.name for cls in (EngineConfig, CacheConfig, SpecConfig) for f in dataclasses.fields(cls)]
     assert set(fields) - own <= set(options.ENGINE_HELP)
@@ -44,7 +43,7 @@ def test_every_field_has_a_flag_with_help() -> None:
     assert flags == set(options.ENGINE_HELP) | set(options.CHOICE_HELP)
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
+def test_defaults_are_those_of_the_dataclasses():
     parsed = parse()
     assert parsed.params == SamplingParams()
     settings = parsed.engine.settings
@@ -54,7 +53,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert settings["max_num_rows"] == EngineConfig().max_num_rows
 
 
-def test_what_is_on_can_be_turned_off_and_what_is_off_on() -> None:
+def test_what_is_on_can_be_turned_off_and_what_is_off_on():
     chosen = [parse(*argv).engine.settings["prefix_cache"] for argv in ([], ["--no-prefix-cache"], ["--prefix-cache"])]
     assert chosen == [CacheConfig().prefix_cache, False, True] == [True, False, True]
     assert parse("--ignore-eos").params.ignore_eos
@@ -62,7 +61,7 @@ def test_what_is_on_can_be_turned_off_and_what_is_off_on() -> None:
         parse("--no-ignore-eos")
 
 
-def test_values_arrive() -> None:
+def test_values_arrive():
     argv = "--k 7 --kv-format fp32 --draft-format bf16 --format fp16 --temperature 0.5 --stop a --stop b --seed 3"
     argv += " --logit-bias 4=-2.5 --logit-bias 5=1 --allowed-token-ids 4 --banned-token-ids 6 --ignore-eos --draft none"
     parsed = parse(*argv.split())
@@ -74,7 +73,7 @@ def test_values_arrive() -> None:
     assert s["draft"] is None
 
 
-def test_the_embedded_model_brings_its_draft() -> None:
+def test_the_embedded_model_brings_its_draft():
     assert options.draft_choice("auto", "embedded") == SpecConfig("draft_model", "embedded-draft")
     assert options.draft_choice("auto", "org/name") is None
     chosen = options.draft_choice("draft_model", "embedded")
@@ -94,7 +93,7 @@ def test_the_embedded_model_brings_its_draft() -> None:
         options.draft_choice("embeded-draft", "embedded")
 
 
-def test_a_target_that_the_package_has_a_draft_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_the_package_has_a_draft_for(tmp_path, monkeypatch):
     usual = SpecConfig("suffix")
     assert options.draft_choice("auto", "smollm2") == usual
     assert options.draft_choice("eagle", "smollm2") == SpecConfig("eagle", "smollm2-head")
@@ -119,8 +118,8 @@ def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):
     assert "needs tyro" in (said := capsys.readouterr().err) and "from sameseed import LLM" in said
 
 
-def test_a_list_may_be_given_in_parts() -> None:
-    def read(text: str) -> Lists:
+def test_a_list_may_be_given_in_parts():
+    def read(text):
         return options.parse(Lists, text.split(), "test").args
 
     assert read("--names a b") == read("--names a --names b") == Lists(("a", "b"))

@@ -1,45 +1,36 @@
 """`sameseed profile` as a user sees it, on a tiny shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sameseed.cli import EXIT_INTERRUPTED, main
 from sameseed.cli.console import warn_if_busy
 from sameseed.measure import limits, shapes
-from sameseed.measure.passes import Pass, TimedModel
+from sameseed.measure.passes import TimedModel
 from sameseed.report import record
 
-TINY: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 QUICK = "--context 8 --prefill-tokens 16 --batch-sizes 2 --repeats 3 --seconds 0.01 --rows 1,2"
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def tiny(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
     monkeypatch.setattr(limits, "BYTES", 1 << 20)
     monkeypatch.setattr(limits, "SECONDS", 1e-4)
 
 
-def run(words: str) -> int:
+def run(words):
     return main(["profile", *words.split()])
 
 
-def test_tables_files_and_record(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_files_and_record(capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "160")
     assert run(f"--shape tiny --formats bf16,w8a8 {QUICK} --json p.json --plot p.png --record") == 0
@@ -54,18 +45,16 @@ def test_tables_files_and_record(capsys: pytest.CaptureFixture[str], monkeypatch
     assert Path("p.png").stat().st_size and Path("p.svg").stat().st_size
 
 
-def test_json_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_standard_output(capsys):
     assert run(f"--shape tiny {QUICK} --json -") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["costs"][0]["c"] == 1.0 and data["threads"] >= 1
 
 
-def test_an_interruption_writes_what_there_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_writes_what_there_is(capsys, monkeypatch):
     seconds = TimedModel.seconds
 
-    def stops_at_the_prompt(self: TimedModel, job: Pass) -> float:
+    def stops_at_the_prompt(self, job):
         if job.kind == "prefill":
             raise KeyboardInterrupt
         return seconds(self, job)
@@ -77,7 +66,7 @@ def test_an_interruption_writes_what_there_is(
     assert "kept" in capsys.readouterr().err
 
 
-def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_named(capsys, monkeypatch):
     for load, said in ((0.0, False), (99.0, True)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         warn_if_busy()
@@ -87,15 +76,13 @@ def test_a_busy_machine_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--shape tinny", "no shape 'tinny'"),
-        ("", "either a shape"),
-        ("--shape tiny --rows 1,x", "--rows takes whole numbers"),
-        ("--shape tiny --plot p.pdf", "not as '.pdf'"),
+        ("--shape tinny", "no shape 'tinny'"), ("", "either a shape"),
+        ("--shape tiny --rows 1,x", "--rows takes whole numbers"), ("--shape tiny --plot p.pdf", "not as '.pdf'"),
         ("--shape tiny --json .", "another with --json"),
         ("--shape tiny --json /proc/none/p.json", "choose another with --json"),
     ],
-)
-def test_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_errors(words, said, capsys):
     assert run(words) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err

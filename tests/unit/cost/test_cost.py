@@ -1,14 +1,10 @@
 """What a round costs and brings; a draft's format by cost; what a prediction costs; what a target says."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from lawkit import Pair
 
 from sameseed import store
 from sameseed.cost.curve import Curve
@@ -37,7 +33,7 @@ COST = RoundCost(Curve([(1, 1.0), (3, 2.0)], 64, per_token=0.01, per_row=0.001),
 DRAFT = Curve([(1, 0.1), (2, 0.2)])
 
 
-def test_parts_of_a_round_by_hand() -> None:
+def test_parts_of_a_round_by_hand():
     assert COST.target(2, 1, 64) == pytest.approx(1.5) and COST.target(5, 1, 64) == pytest.approx(3.0)
     assert COST.target(2, 2, 164) == pytest.approx(1.5 + 0.01 * 264 + 0.001 * 2 * 100)
     cost = replace(COST, levels=(ModelSteps(DRAFT, start=0.5, each=0.01),))
@@ -50,7 +46,7 @@ def test_parts_of_a_round_by_hand() -> None:
     assert replace(flat, prompts=lambda n: 2 * n).prompt(600) == 1200
 
 
-def test_what_a_round_brings_by_hand() -> None:
+def test_what_a_round_brings_by_hand():
     cost = replace(COST, levels=(ModelSteps(DRAFT),))
     found = expected(cost, PlaceRates((0.5, 1.0)), 2, 1)
     assert found.tokens == 2.0
@@ -61,7 +57,7 @@ def test_what_a_round_brings_by_hand() -> None:
     assert none.speedup == 1.0 and none.seconds == none.plain == pytest.approx(2.5 + 0.1)
 
 
-def test_the_best_length_by_batch() -> None:
+def test_the_best_length_by_batch():
     flat = RoundCost(Curve([(1, 1.0), (8, 1.1), (16, 2.6)]), (ModelSteps(Curve([(1, 0.05), (8, 0.06)])),))
     rates, ks = PlaceRates((0.7,)), range(1, 9)
     for batch in (1, 2, 4, 8):
@@ -74,7 +70,7 @@ def test_the_best_length_by_batch() -> None:
     assert best(flat, rates, ks, 1, least=100.0) == (0, 1.0)
 
 
-def test_costs_of_a_running_engine() -> None:
+def test_costs_of_a_running_engine():
     engine = EngineCost(Curve([(1, 1.0), (3, 2.0)]), catch_up=0.5)
     engine.draft.coefficients[:] = (0.1, 0.0, 0.2, 0.05, 0.4)
     engine.gap.plain.coefficients[:], engine.gap.plain.seen = (0.3, 0.01), 1
@@ -85,7 +81,7 @@ def test_costs_of_a_running_engine() -> None:
     assert cost.prompt(3, drafted=True) - cost.prompt(3) == pytest.approx(1.5)
 
 
-def test_costs_of_a_profile_and_of_another_engine() -> None:
+def test_costs_of_a_profile_and_of_another_engine():
     points = tuple(
         Point("w4a8", "bf16", c, m, ms, 1.0, 0.9 * ms, 1.1 * ms, 5, 1.0, 1.0)
         for c in (64, 1064)
@@ -108,7 +104,7 @@ def test_costs_of_a_profile_and_of_another_engine() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_machine_whose_costs_are_known(batch: int, known: bool, at_once: bool) -> None:
+def test_a_machine_whose_costs_are_known(batch, known, at_once):
     """Simulate rounds that take exactly the time of the curves: the prediction must match."""
     target = Curve([(1, 0.010), (32, 0.041)], 64, per_token=1e-6)
     draft = Curve([(1, 0.001), (8, 0.001)]) if not at_once else Curve([(1, 0.001), (64, 0.00352)])
@@ -148,21 +144,21 @@ TARGET, AUTO, TARGET_FORMAT = resolve_model("embedded-target"), QuantScheme(), Q
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored(tmp_path_factory):
     """The embedded draft as a folder of 8 bits."""
     folder = tmp_path_factory.mktemp("stored") / "w8a8"
     quantize(QuantizePlan("embedded-draft", folder, "w8a8"))
     return folder
 
 
-def test_8_bits_become_4_beside_a_target_of_its_size(stored: Path) -> None:
+def test_8_bits_become_4_beside_a_target_of_its_size(stored):
     assert chosen_scheme(stored, TARGET, TARGET_FORMAT) == FEW
     level = resolve(make_config(str(stored)).spec)
     assert [m.quant for m in models_of(level, TARGET, TARGET_FORMAT)] == [FEW]
     assert sheet(str(stored), target=sheet("embedded-target", "w8a8")).name == str(FEW)
 
 
-def test_beside_a_far_larger_target_only_acceptance_counts(stored: Path) -> None:
+def test_beside_a_far_larger_target_only_acceptance_counts(stored):
     config = read_config(stored)
     with open_checkpoint(stored) as source:
         source.check(config)
@@ -171,18 +167,18 @@ def test_beside_a_far_larger_target_only_acceptance_counts(stored: Path) -> None
         assert cheaper(config, source, 1000 * own) == AUTO
 
 
-def test_only_on_a_cpu_and_only_where_no_format_is_named(stored: Path) -> None:
+def test_only_on_a_cpu_and_only_where_no_format_is_named(stored):
     assert chosen_scheme(stored, TARGET, TARGET_FORMAT, "cuda") == AUTO
     level = resolve(make_config(str(stored), draft_format="w8a8").spec)
     assert [str(m.quant) for m in models_of(level, TARGET, TARGET_FORMAT)] == ["w8a8"]
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def cache(monkeypatch, tmp_path):
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
 
 
-def test_rows_that_the_target_never_needs_are_cut(pair: Pair, pair_folders: tuple[Path, Path]) -> None:
+def test_rows_that_the_target_never_needs_are_cut(pair, pair_folders):
     said = SaidTokens(pair_folders[0])
     assert said.vocabulary(pair.draft, pair.target) == "", "nothing was counted yet"
     said.add([token for token in range(100, 164) for _ in range(50)])
@@ -193,14 +189,14 @@ def test_rows_that_the_target_never_needs_are_cut(pair: Pair, pair_folders: tupl
     assert said.vocabulary(pair.draft, pair.target) == "", "each token is new: the next one will be, too"
 
 
-def test_what_measuring_generated_is_not_counted(pair_folders: tuple[Path, Path]) -> None:
+def test_what_measuring_generated_is_not_counted(pair_folders):
     target, draft = map(str, pair_folders)
     with LLM(target, draft, draft_options={"vocabulary": "auto"}, max_num_seqs=2) as llm:
         measure_engine(llm.engine, 0.05)
     assert not SaidTokens(pair_folders[0]).counts
 
 
-def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders: tuple[Path, Path]) -> None:
+def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders):
     target, draft = map(str, pair_folders)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     found = []

@@ -1,11 +1,7 @@
 """The assistant of a Gemma 4: transformers' logits at each step of a draft, the laws, and what it is refused for."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import lawkit
 import pytest
@@ -21,7 +17,6 @@ from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import parse_config
-from sameseed.models.gemma_assistant import Assistant
 from sameseed.request import SamplingParams
 
 TARGET = {**lawkit.FAMILIES["gemma4"], "model_type": "gemma4_text", "dtype": "float32"}
@@ -35,7 +30,7 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory):
     """A tiny target and its assistant."""
     root = tmp_path_factory.mktemp("assistant")
     lawkit.write_model(root / "target", seed=1, **TARGET)
@@ -52,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "target", root / "draft"
 
 
-def as_gguf(folder: Path, path: Path) -> Path:
+def as_gguf(folder, path):
     raw = json.loads((folder / "config.json").read_text())
     tensors, flat = random_tensors(parse_config(raw)), {**raw["text_config"], "architectures": raw["architectures"]}
     rope = {"rope_parameters": {"rope_theta": 1e6}}
@@ -62,9 +57,7 @@ def as_gguf(folder: Path, path: Path) -> Path:
 @pytest.mark.parametrize("container", ["folder", "gguf"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @torch.inference_mode()
-def test_steps_are_those_of_transformers(
-    folders: tuple[Path, Path], container: str, backend: str, tmp_path: Path
-) -> None:
+def test_steps_are_those_of_transformers(folders, container, backend, tmp_path):
     """Four steps at one position, over 49 committed tokens, more than a window."""
     transformers = pytest.importorskip("transformers")
     target = oracle(folders[0])
@@ -79,7 +72,6 @@ def test_steps_are_those_of_transformers(
 
     path = folders[1] if container == "folder" else as_gguf(folders[1], tmp_path / "draft.gguf")
     model = load(path, backend)
-    assert isinstance(model, Assistant)
     cache = KVCache(((2, 8), (2, 16)), 4, 16)
     for layer, kind in zip(cache.layers, ("sliding_attention", "full_attention"), strict=True):
         for stored, values in zip((layer.k, layer.v), shared[kind], strict=True):
@@ -97,7 +89,7 @@ def test_steps_are_those_of_transformers(
         assert int(logits.argmax()) == token
 
 
-def engine(model: Path, draft: Path | None, method: str = "assistant", policy: str = "fixed", **more: Any) -> Any:
+def engine(model, draft, method="assistant", policy="fixed", **more):
     spec = SpecConfig() if draft is None else SpecConfig(method, str(draft), num_draft_tokens=4, policy=policy)
     cache = CacheConfig(block_size=4, num_blocks=34)
     config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, cache=cache, spec=spec, **more)
@@ -105,7 +97,7 @@ def engine(model: Path, draft: Path | None, method: str = "assistant", policy: s
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_laws_1_and_3(folders: tuple[Path, Path], params: dict[str, float]) -> None:
+def test_laws_1_and_3(folders, params):
     """With chunked prompts and too few blocks; a folder given as any draft model is known for what it is."""
     prompts = random_prompts(6, seed=4)
     sampling = SamplingParams(max_tokens=30, ignore_eos=True, seed=2, **params)
@@ -117,7 +109,7 @@ def test_laws_1_and_3(folders: tuple[Path, Path], params: dict[str, float]) -> N
     assert drafting.metrics.num_drafts > 20 and drafting.scheduler.num_preemptions > 0
 
 
-def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_refused(folders, tmp_path):
     with pytest.raises(ConfigError, match="--draft"):
         engine(folders[1], None)
     lawkit.write_model(tmp_path / "other", **{**TARGET, "hidden_size": 48})
@@ -132,7 +124,7 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
         build_engine(str(folders[0]), EngineConfig(spec=parse_draft(f"ngram > {folders[1]}")))
 
 
-def test_a_sequence_beyond_its_context_costs_the_others_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_sequence_beyond_its_context_costs_the_others_nothing(folders, tmp_path):
     shutil.copytree(folders[1], tmp_path / "short")
     raw = json.loads((tmp_path / "short" / "config.json").read_text())
     raw["text_config"]["max_position_embeddings"] = 32

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, rand
 from sameseed import ops
 from sameseed.drafters._choices import choices
 from sameseed.drafters._shadow import Guide, Shadow
-from sameseed.drafters.draft_model import DraftModelDrafter
-from sameseed.engine.engine import Engine
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
@@ -30,23 +26,23 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import HAS_NATIVE
 
 
-def nobody(seq: Sequence, length: int) -> None:
+def nobody(seq, length):
     """A `rewind` that does nothing."""
 
 
-def runner() -> Any:
+def runner():
     """The part of a ModelRunner that a Shadow needs."""
     mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
     mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
     return mock
 
 
-def test_random_walk() -> None:
+def test_random_walk():
     """After following, whatever was drafted, the tokens are the target's and the cached rows are a true prefix."""
     rng = random.Random(0)
     target = Sequence(0, [1, 2, 3], SamplingParams(), 0)
     shadow = Shadow(target, runner())
-    rows: list[int] = []  # the tokens in the shadow's cache, by position
+    rows = []  # the tokens in the shadow's cache, by position
     for _ in range(300):
         shadow.follow(target, nobody)
         seq = shadow.seq
@@ -62,15 +58,15 @@ def test_random_walk() -> None:
         target.token_ids += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(3)]
 
 
-def test_a_guide_gives_what_its_grammar_allows_until_that_fails() -> None:
+def test_a_guide_gives_what_its_grammar_allows_until_that_fails():
     """Then it allows nothing, and the grammar is not asked again: the text goes on without drafts."""
-    asked: list[int] = []
+    asked = []
 
-    def allowed(output: Any, path: Any) -> Any:
+    def allowed(output, path):
         asked.append(1)
         return [1 / (3 - len(asked))]  # fails when it is asked for the third time
 
-    guide = Guide(SimpleNamespace(allowed=allowed))  # type: ignore[arg-type]
+    guide = Guide(SimpleNamespace(allowed=allowed))
     assert [list(guide.allowed((), ())) for _ in range(5)] == [[0.5], [1.0], [], [], []]
     assert guide.failed and len(asked) == 3
 
@@ -85,22 +81,21 @@ class Judge(ConfidenceLength):
 
     says: Callable[[Seq[Seq[float]]], bool] = bool
 
-    def ends(self, paths: Seq[Seq[float]]) -> bool:
+    def ends(self, paths):
         return self.says(paths)
 
 
-def drafter_of(engine: Engine) -> DraftModelDrafter:
-    assert isinstance(engine.drafter, DraftModelDrafter)
+def drafter_of(engine):
     return engine.drafter
 
 
-def with_draft(pair: Pair, folder: Path, **config: Any) -> Pair:
+def with_draft(pair, folder, **config):
     """The same target with another draft."""
     write_model(folder, noise=0.04, **config)
     return Pair(pair.target, load_model(folder, ops.resolve()), pair.tokenizer)
 
 
-def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
+def test_a_draft_equal_to_the_target_is_always_right(pair):
     """Coupled sampling: the same model with the same noise guesses every token, greedy or sampled."""
     twin = Pair(pair.target, pair.target, pair.tokenizer)
     for asked in (ASKED, SamplingParams(max_tokens=40, seed=6, ignore_eos=True, repetition_penalty=1.2)):
@@ -112,7 +107,7 @@ def test_a_draft_equal_to_the_target_is_always_right(pair: Pair) -> None:
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
 @pytest.mark.parametrize(("siblings", "limit", "threads"), [(0, 0, 1), (1, 0, 1), (2, 200, 1), (3, 0, 2)])
-def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: int, limit: int, threads: int) -> None:
+def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, threads):
     """Chains of one native call equal those of one pass per token: tokens, siblings, confidences and cached rows.
 
     Cases: texts that end, truncated sampling, chains ended by the policy or by an unlikely token, the end of the
@@ -124,16 +119,16 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
     cold = replace(flat, temperature=0.001)  # most siblings have the probability 0
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending, cold]
     wide, width = 1 + siblings, limit or TOKENIZER_SIZE
-    options: dict[str, object] = {"siblings": siblings}
+    options = {"siblings": siblings}
     at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options=options) for _ in range(2))
     calls, grow = [], drafter_of(at_once).runner.grow
 
-    def watched(*how: Any) -> Any:
+    def watched(*how):
         calls.append(grow(*how))
         return calls[-1]
 
-    drafter_of(at_once).runner.grow = watched  # type: ignore[method-assign]
-    drafter_of(by_token).runner.grow = lambda *_: None  # type: ignore[method-assign]
+    drafter_of(at_once).runner.grow = watched
+    drafter_of(by_token).runner.grow = lambda *_: None
     prompts = random_prompts(len(asked), seed=4, vocab_size=width)
     seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
     long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
@@ -159,7 +154,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair: Pair, siblings: in
 
 
 @contextmanager
-def using(threads: int) -> Iterator[None]:
+def using(threads):
     before = ops.num_threads()
     ops.set_num_threads(threads)
     try:
@@ -168,7 +163,7 @@ def using(threads: int) -> Iterator[None]:
         ops.set_num_threads(before)
 
 
-def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
+def test_siblings_join_the_chain_as_leaves(pair):
     """Siblings do not change the chain: they are the likeliest other tokens of its places, added as leaves."""
     draft = [
         drafter_of(make_engine(pair, "draft_model", k=9, options={"siblings": s})).propose(
@@ -185,24 +180,23 @@ def test_siblings_join_the_chain_as_leaves(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("prefill_rows", [1, 7, 512])
-def test_catching_up_in_passes_of_bounded_size(pair: Pair, monkeypatch: Any, prefill_rows: int) -> None:
+def test_catching_up_in_passes_of_bounded_size(pair, monkeypatch, prefill_rows):
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
     runner = drafter_of(engine).runner
     forward, sizes = runner.forward, []
 
-    def counted(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
+    def counted(seqs, draft, num_pending, *more, **named):
         sizes.append((sum(num_pending), len(seqs)))
         return forward(seqs, draft, num_pending, *more, **named)
 
     monkeypatch.setattr(runner, "forward", counted)
     assert texts(run(engine, PROMPTS, ASKED)) == plain
     assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
-    assert engine.metrics.acceptance_rate is not None
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
 
 
-def favouring(model: Llama, token: int) -> Llama:
+def favouring(model, token):
     """The model with one LM head row enlarged along the mean direction of other rows: `token` often wins."""
     head = model.weights.lm_head
     weight = head.parts["weight"].clone()
@@ -211,21 +205,21 @@ def favouring(model: Llama, token: int) -> Llama:
     return Llama(model.config, weights, model.ops, model.max_model_len)
 
 
-def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> None:
+def test_padding_of_the_draft_is_never_proposed(pair, tmp_path):
     """The draft's LM head has more rows than the target's; choosing one of the surplus rows ends the chain."""
     wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
     wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
     engine = make_engine(wide, "draft_model", k=4)
     assert drafter_of(engine).followers.vocab_limit == MODEL_VOCAB
-    seen: list[int] = []
+    seen = []
     propose = engine.drafter.propose
 
-    def watched(seqs: Any, num_draft: Any) -> Draft:
+    def watched(seqs, num_draft):
         draft = propose(seqs, num_draft)
         seen.extend(draft.tokens.tolist())
         return draft
 
-    engine.drafter.propose = watched  # type: ignore[method-assign]
+    engine.drafter.propose = watched
     done = run(engine, PROMPTS, ASKED)
     assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
     assert max(seen, default=0) < MODEL_VOCAB
@@ -233,7 +227,7 @@ def test_padding_of_the_draft_is_never_proposed(pair: Pair, tmp_path: Path) -> N
     assert len(seen) < asked // 2, "the favourite did cut most drafts short"
 
 
-def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None:
+def test_tokens_that_the_draft_does_not_have(pair, tmp_path):
     """The target's vocabulary is padded further than the draft's: a text with a token in between is not drafted."""
     narrow = with_draft(pair, tmp_path / "narrow", vocab_size=300)
     asked = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, logit_bias={302: 4.0}, temperature=1.0)
@@ -246,7 +240,7 @@ def test_tokens_that_the_draft_does_not_have(pair: Pair, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: float) -> None:
+def test_confidence_is_how_likely_the_target_agrees(pair, temperature):
     """Confidence is the draft's probability if greedy, else the token's share of exp(log p + noise) as in `choices`."""
     engine = make_engine(pair, "draft_model", k=3, confidence=0.0)
     drafter = drafter_of(engine)
@@ -265,5 +259,4 @@ def test_confidence_is_how_likely_the_target_agrees(pair: Pair, temperature: flo
         wanted = [choices(rows[i].numpy(), seq, tokens[:i], (), 1)[0][1] for i in range(3)]
     else:
         wanted = [float(rows[i].softmax(-1)[t]) for i, t in enumerate(tokens)]
-    assert draft.confidence is not None
     assert draft.confidence.tolist() == pytest.approx(np.cumprod(wanted), rel=1e-5)

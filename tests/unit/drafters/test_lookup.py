@@ -1,14 +1,11 @@
 """Drafters that look up: n-grams and suffixes, against searches of whole texts; the store of past texts."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
-from lawkit import Pair, make_engine, random_prompts, run
+from lawkit import make_engine, random_prompts, run
 
 from sameseed.drafters._history import History
 from sameseed.drafters._store import TextStore
@@ -18,7 +15,7 @@ from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams, Sequence
 
 
-def by_hand(tokens: list[int], low: int, high: int, count: int) -> list[int]:
+def by_hand(tokens, low, high, count):
     """The continuation of the latest earlier occurrence of the longest suffix; it may read on into its own copy."""
     for n in range(min(high, len(tokens) - 1), low - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
@@ -40,7 +37,7 @@ def by_hand(tokens: list[int], low: int, high: int, count: int) -> list[int]:
 @example(start=[1, 1], grown=[], low=1, more=0, count=3)
 @example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1)  # the latest occurrence wins
 @example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1)  # the longest suffix wins
-def test_equals_a_search(start: list[int], grown: list[list[int]], low: int, more: int, count: int) -> None:
+def test_equals_a_search(start, grown, low, more, count):
     drafter = NgramDrafter(NgramDrafter.Options(max_ngram=low + more, min_ngram=low))
     seq = Sequence(0, start, SamplingParams(), 0)
     for new in [[], *grown]:
@@ -53,19 +50,19 @@ def test_equals_a_search(start: list[int], grown: list[list[int]], low: int, mor
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=25), min_size=1, max_size=5)
 
 
-def sequence(tokens: list[int], name: int = 0, tenant: str = "") -> Sequence:
+def sequence(tokens, name=0, tenant=""):
     return Sequence(name, list(tokens), SamplingParams(), 0, tenant)
 
 
-def options(**values: object) -> SuffixDrafter:
-    return SuffixDrafter(SuffixDrafter.Options(**values))  # type: ignore[arg-type]
+def options(**values):
+    return SuffixDrafter(SuffixDrafter.Options(**values))
 
 
 @given(TEXTS, st.integers(1, 3), st.integers(0, 4))
-def test_finds_what_a_search_of_all_texts_finds(texts: list[list[int]], ngram: int, more: int) -> None:
+def test_finds_what_a_search_of_all_texts_finds(texts, ngram, more):
     history = History(ngram, 1000)
     for key, text in enumerate(texts):
-        grown: list[int] = []
+        grown = []
         for token in text:  # token by token, as a sequence grows
             grown.append(token)
             history.add(key, grown)
@@ -85,7 +82,7 @@ def test_finds_what_a_search_of_all_texts_finds(texts: list[list[int]], ngram: i
 
 
 @given(TEXTS, st.integers(5, 40))
-def test_the_oldest_texts_go_when_the_bound_is_reached(texts: list[list[int]], bound: int) -> None:
+def test_the_oldest_texts_go_when_the_bound_is_reached(texts, bound):
     history = History(2, 8, bound)
     for key, text in enumerate(texts * 20):
         history.add(key, text)
@@ -96,14 +93,13 @@ def test_the_oldest_texts_go_when_the_bound_is_reached(texts: list[list[int]], b
         assert all(any(p.text is t for t in history) for p in history.find(text, 9))
 
 
-def test_a_tree_by_how_often() -> None:
+def test_a_tree_by_how_often():
     drafter = options(past="none", min_match=2)
     text = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 6, 9, 1, 2]
     draft = drafter.propose([sequence(text)], [12])
     tokens, parents = draft.nodes(0)
     follows = Counter(text[i + 2] for i in range(len(text) - 2) if text[i : i + 2] == [1, 2])
     assert (tokens[0], parents[0]) == (3, -1)
-    assert draft.confidence is not None
     assert draft.confidence[0] == pytest.approx(follows[3] / follows.total())
     by_token = dict(zip(tokens, zip(parents, draft.confidence.tolist())))
     assert by_token[4] == (0, pytest.approx(0.75 * 2 / 3))
@@ -111,7 +107,7 @@ def test_a_tree_by_how_often() -> None:
     assert by_token[5] == (0, pytest.approx(0.75 / 3))
 
 
-def test_a_longer_match_makes_a_longer_draft() -> None:
+def test_a_longer_match_makes_a_longer_draft():
     text = list(range(40))
     drafter = options(past="none", min_match=2, length_factor=1.5)
     lengths = []
@@ -121,7 +117,7 @@ def test_a_longer_match_makes_a_longer_draft() -> None:
     assert lengths == [3, 6, 12]
 
 
-def test_rare_branches_are_left_out() -> None:
+def test_rare_branches_are_left_out():
     often = [7, 8, 1] * 9
     text = [*often, 7, 8, 2, 3, 7, 8]
     some, all_ = (options(past="none", min_probability=p).propose([sequence(text)], [8]) for p in (0.2, 0.0))
@@ -129,12 +125,12 @@ def test_rare_branches_are_left_out() -> None:
     assert 2 in all_.tokens.tolist()
 
 
-def test_repetition_goes_on_past_the_end() -> None:
+def test_repetition_goes_on_past_the_end():
     drafter = options(past="none", min_match=1, length_factor=8.0)
     assert drafter.propose([sequence([5, 1, 2, 1, 2, 1])], [6]).tokens.tolist()[:5] == [2, 1, 2, 1, 2]
 
 
-def ended(drafter: SuffixDrafter, tokens: list[int], name: int, tenant: str = "") -> None:
+def ended(drafter, tokens, name, tenant=""):
     seq = sequence(tokens, name, tenant)
     drafter.propose([seq], [1])
     drafter.release(seq)
@@ -146,7 +142,7 @@ STORY = [11, 12, 13, 14, 15, 16, 17, 18]
 @pytest.mark.parametrize(
     ("past", "mine", "others"), [("tenant", True, False), ("all", True, True), ("none", False, False)]
 )
-def test_whose_past_is_looked_at(past: str, mine: bool, others: bool) -> None:
+def test_whose_past_is_looked_at(past, mine, others):
     drafter = options(past=past)
     ended(drafter, STORY, 1, "ann")
     for tenant, seen in (("ann", mine), ("bob", others)):
@@ -154,13 +150,13 @@ def test_whose_past_is_looked_at(past: str, mine: bool, others: bool) -> None:
         assert draft.tokens.tolist() == ([14, 15, 16] if seen else [])
 
 
-def test_a_live_sequence_is_nobody_elses_business() -> None:
+def test_a_live_sequence_is_nobody_elses_business():
     drafter = options(past="all")
     drafter.propose([sequence(STORY, 1)], [3])
     assert not len(drafter.propose([sequence([11, 12, 13], 2)], [3]).tokens)
 
 
-def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
+def test_a_second_request_is_drafted_from_the_first(pair):
     """The same requests again: with the first run's texts in memory, nearly all tokens are guessed."""
     prompts = random_prompts(3, seed=5)
     params = SamplingParams(max_tokens=40, seed=3)
@@ -178,8 +174,8 @@ def test_a_second_request_is_drafted_from_the_first(pair: Pair) -> None:
 # --- the store ---
 
 
-def test_the_store_outlives_the_drafter(tmp_path: Path) -> None:
-    def make() -> SuffixDrafter:
+def test_the_store_outlives_the_drafter(tmp_path):
+    def make():
         chosen = SuffixDrafter.Options(past="all", store=str(tmp_path / "texts"))
         return SuffixDrafter(chosen, 100)
 
@@ -189,7 +185,7 @@ def test_the_store_outlives_the_drafter(tmp_path: Path) -> None:
     assert make().propose([sequence([11, 12, 13])], [3]).tokens.tolist() == [14, 15, 16]
 
 
-def test_the_store_keeps_the_latest(tmp_path: Path) -> None:
+def test_the_store_keeps_the_latest(tmp_path):
     store = TextStore(tmp_path / "t", 10, 50)
     for i in range(30):
         store.append([i, i + 1, i + 2])
@@ -198,7 +194,7 @@ def test_the_store_keeps_the_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 13])
-def test_a_store_cut_off_keeps_what_is_whole(tmp_path: Path, cut: int) -> None:
+def test_a_store_cut_off_keeps_what_is_whole(tmp_path, cut):
     store = TextStore(tmp_path / "t", 100, 50)
     store.append([1, 2])
     store.append([3, 4])
@@ -209,7 +205,7 @@ def test_a_store_cut_off_keeps_what_is_whole(tmp_path: Path, cut: int) -> None:
     assert store.read() == [[1, 2], [5]]
 
 
-def test_requests_outlive_a_store_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_outlive_a_store_that_fails(tmp_path, caplog):
     folder = tmp_path / "gone"
     folder.mkdir()
     drafter = options(past="all", store=str(folder / "texts"))
@@ -222,7 +218,7 @@ def test_requests_outlive_a_store_that_fails(tmp_path: Path, caplog: pytest.LogC
     assert drafter.propose([sequence([7, 1, 2], 9)], [2]).count(0) == 2, "in memory the texts live on"
 
 
-def test_a_full_disk_leaves_whole_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_leaves_whole_texts(tmp_path, caplog):
     resource = pytest.importorskip("resource")
     path = tmp_path / "t"
     store = TextStore(path, 100, 50)
@@ -238,7 +234,7 @@ def test_a_full_disk_leaves_whole_texts(tmp_path: Path, caplog: pytest.LogCaptur
     assert path.read_bytes() == whole, "what failed is not tried again"
 
 
-def test_bad_stores(tmp_path: Path) -> None:
+def test_bad_stores(tmp_path):
     path = tmp_path / "t"
     TextStore(path, 100, 50).append([1])
     with pytest.raises(ConfigError, match="50 tokens, not 60"):

@@ -1,9 +1,5 @@
 """Drafting with the target's weights in fewer bits over its own cache: a copy, or the 4-bit part of 8-bit weights."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from lawkit import SAMPLED, Pair, assert_nothing_left, load_pair, make_engine, random_prompts, run, texts, write_model
@@ -26,17 +22,17 @@ DRAWN = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **SAMPLED)
 both = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 
 
-def test_a_copy_in_the_same_format_is_always_right(pair: Pair) -> None:
+def test_a_copy_in_the_same_format_is_always_right(pair):
     engine = make_engine(Pair(pair.target, pair.draft, pair.tokenizer), "self_quant", k=4)
     run(engine, PROMPTS, DRAWN)
     assert engine.metrics.acceptance_rate == 1.0
 
 
-def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
+def test_it_needs_no_cache_and_no_prefill_of_its_own(pair):
     engine = make_engine(pair, "self_quant", k=4)
     runner = engine.drafter.runner
     assert runner.cache is engine.runner.cache and runner.blocks is engine.runner.blocks
-    rows: list[int] = []
+    rows = []
     forward = runner.forward
     runner.forward = lambda seqs, draft, pending, **more: (rows.extend(pending), forward(seqs, draft, pending, **more))[
         1
@@ -45,7 +41,7 @@ def test_it_needs_no_cache_and_no_prefill_of_its_own(pair: Pair) -> None:
     assert set(rows) == {1}
 
 
-def test_from_names(tmp_path: Path) -> None:
+def test_from_names(tmp_path):
     write_model(tmp_path / "model", noise=0.0)
     llm = LLM(str(tmp_path / "model"), "self_quant", format="fp32", num_draft_tokens=3)
     assert {w.format for w in llm.engine.drafter.runner.model.weights.matrices} == {"int4"}
@@ -74,7 +70,7 @@ def test_from_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["self_quant", "first"])
-def test_engines_in_turns_share_a_cache(pair: Pair, method: str) -> None:
+def test_engines_in_turns_share_a_cache(pair, method):
     below = (SpecConfig("ngram"), SpecConfig("self_quant")) if method == "first" else None
     other = make_engine(pair, method, k=4, below=below)
     engine = make_engine(pair, method, k=4, below=below, target=other.runner)
@@ -88,14 +84,14 @@ def test_engines_in_turns_share_a_cache(pair: Pair, method: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("nested") / "model"
     write_model(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def nested(folder: Path) -> Pair:
+def nested(folder):
     pair = load_pair(folder, folder, weights="w8a8n")
     return Pair(pair.target, pair.draft, pair.tokenizer, nested_view(pair.target))
 
@@ -103,19 +99,17 @@ def nested(folder: Path) -> Pair:
 @both
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 @pytest.mark.parametrize("options", [{}, {"kv_window": 16, "kv_sink": 4}], ids=["whole", "window"])
-def test_the_text_is_the_targets_own(nested: Pair, kv: str, params: SamplingParams, options: dict[str, object]) -> None:
+def test_the_text_is_the_targets_own(nested, kv, params, options):
     plain = texts(run(make_engine(nested, kv=kv), PROMPTS, params))
     for alone in (False, True):
         engine = make_engine(nested, "self_quant", k=4, kv=kv, options=options, block=4)
         assert texts(run(engine, PROMPTS, params, alone=alone)) == plain
         assert_nothing_left(engine)
-        assert engine.metrics.acceptance_rate is not None
         least = 0.12 if options else 0.4  # logits of tiny random weights differ little
         assert engine.metrics.acceptance_rate > least
 
 
-def test_the_view_is_the_targets_memory(nested: Pair) -> None:
-    assert nested.low is not None
+def test_the_view_is_the_targets_memory(nested):
     mine = {t.data_ptr(): t.nbytes for m in nested.target.weights.matrices for t in m.parts.values()}
     lower = nested.low.weights
     assert all(mine[t.data_ptr()] == t.nbytes for m in lower.matrices for t in m.parts.values())
@@ -124,10 +118,10 @@ def test_the_view_is_the_targets_memory(nested: Pair) -> None:
     assert lower.norm is nested.target.weights.norm
 
 
-def test_nested_from_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_from_names(folder, monkeypatch):
     """A nested target drafts with its own low-bit weights by default; they are loaded and counted once."""
-    loads: list[str] = []
-    demands: list[list[int]] = []
+    loads = []
+    demands = []
     load, plan = build.load_model, build.plan_blocks
     monkeypatch.setattr(build, "load_model", lambda *args: (loads.append(str(args[2])), load(*args))[1])
     monkeypatch.setattr(
@@ -146,7 +140,7 @@ def test_nested_from_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert mixed.engine.drafter.runner.model.weights.lm_head is mixed.engine.runner.model.weights.lm_head
 
 
-def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pair) -> None:
+def test_what_is_not_nested_says_the_remedy(folder, nested, pair):
     for scheme in ("w8a8", "auto", "int8n"):  # int8n for float rows is stored as whole bytes
         assert not is_nested(folder, QuantScheme.parse(scheme))
         with pytest.raises(ConfigError, match=r"--format w8a8n"):
@@ -160,14 +154,14 @@ def test_what_is_not_nested_says_the_remedy(folder: Path, nested: Pair, pair: Pa
         Level.of(SpecConfig("self_quant", format="nestde"))
 
 
-def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
+def test_drafts_leave_the_middle_of_a_long_context_out(nested):
     """Whole blocks between sink and window are skipped: never a row not cached yet, and none if all rows fit."""
     engine = make_engine(nested, "self_quant", k=4, block=4, options={"kv_window": 10, "kv_sink": 6})
-    seen: list[tuple[int, int, int]] = []
+    seen = []
     runner = engine.drafter.runner
     forward = runner.model.run
 
-    def watch(batch, cache, captures=()):  # type: ignore[no-untyped-def]
+    def watch(batch, cache, captures=()):
         at = batch.positions if batch.key_positions is None else batch.key_positions
         seen.append((int(batch.positions[0]) + 1, int(batch.kv_lens[0]), int(at[0]) + 1))
         return forward(batch, cache, captures)
@@ -185,7 +179,7 @@ def test_drafts_leave_the_middle_of_a_long_context_out(nested: Pair) -> None:
     assert any(keys < length for length, keys, _ in seen) and any(keys == length for length, keys, _ in seen)
 
 
-def test_rows_attend_to_what_is_seen_as_if_nothing_else_were(nested: Pair) -> None:
+def test_rows_attend_to_what_is_seen_as_if_nothing_else_were(nested):
     """Attention without the middle blocks has the bits of attention over the other blocks alone, direct or replayed."""
     model, ops = nested.target, nested.target.ops
     shape = model.config

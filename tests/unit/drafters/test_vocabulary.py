@@ -1,22 +1,21 @@
 """Reduced vocabularies: read from files, made from token counts, and used by drafters."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, make_engine, random_prompts, run, texts
 
 from sameseed.cli import main
 from sameseed.config import SpecConfig
+from sameseed.drafters._choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
 from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.vocabulary import with_tokens
-from sameseed.request import SamplingParams
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec import sampling
 
 PROMPTS = random_prompts(4, seed=4)
 GREEDY = SamplingParams(max_tokens=30, seed=6, ignore_eos=True)
@@ -24,7 +23,7 @@ ASKED = [GREEDY, SamplingParams(max_tokens=30, seed=6, ignore_eos=True, **SAMPLE
 NGRAM = (SpecConfig("ngram", num_draft_tokens=3),)
 
 
-def test_vocabularies_from_files(tmp_path: Path) -> None:
+def test_vocabularies_from_files(tmp_path):
     path = tmp_path / "ids"
     assert read_vocabulary("7", 300).tolist() == list(range(7))
     path.write_text("[5, 2, 5]")
@@ -41,7 +40,7 @@ def test_vocabularies_from_files(tmp_path: Path) -> None:
             read_vocabulary(name, 300)
 
 
-def test_frequent_tokens() -> None:
+def test_frequent_tokens():
     found = [[5, 5, 7, 9], [7, 5, 2], [1]]
     assert frequent_tokens(found, 3) == [5, 7, 1]
     assert frequent_tokens(found, 3, always=[0, 7]) == [0, 7, 5]
@@ -52,30 +51,30 @@ def test_frequent_tokens() -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "self_quant", "cascade"])
-def test_the_text_stays_and_only_these_are_guessed(pair: Pair, tmp_path: Path, method: str) -> None:
+def test_the_text_stays_and_only_these_are_guessed(pair, tmp_path, method):
     words = sorted({t for c in run(make_engine(pair), PROMPTS, ASKED[1]) for t in c.token_ids if t % 3})
     (tmp_path / "ids.json").write_text(json.dumps(words))
-    chosen: dict[str, Any] = {"below": NGRAM} if method == "cascade" else {}
+    chosen = {"below": NGRAM} if method == "cascade" else {}
     for asked in ASKED:
         plain = texts(run(make_engine(pair), PROMPTS, asked))
         engine = make_engine(pair, method, k=4, options={"vocabulary": str(tmp_path / "ids.json")}, **chosen)
-        guessed: set[int] = set()
+        guessed = set()
         propose = engine.drafter.propose
 
-        def watched(*args: Any, propose: Any = propose, guessed: set[int] = guessed) -> Any:
+        def watched(*args, propose=propose, guessed=guessed):
             draft = propose(*args)
             guessed.update(draft.tokens.tolist())
             return draft
 
-        engine.drafter.propose = watched  # type: ignore[method-assign]
+        engine.drafter.propose = watched
         assert texts(run(engine, PROMPTS, asked)) == plain
         assert guessed and guessed <= set(words)
         assert engine.metrics.num_accepted_tokens > 5
-        model = engine.drafter.runner.model  # type: ignore[attr-defined]
+        model = engine.drafter.runner.model
         assert model.weights.lm_head.shape == (len(words), 32)
 
 
-def test_logits_of_the_kept_are_the_models_own(pair: Pair) -> None:
+def test_logits_of_the_kept_are_the_models_own(pair):
     from fixtures_models import all_logits
 
     model = pair.target
@@ -89,7 +88,7 @@ def test_logits_of_the_kept_are_the_models_own(pair: Pair) -> None:
         with_tokens(model, torch.tensor([999]))
 
 
-def test_the_command_makes_such_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_such_a_file(tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "ids.json"
     text.write_text("Once upon a time there was a cat. The cat was a good cat.\n" * 3)
     assert main(["vocabulary", str(text), "--size", "12", "-o", str(out)]) == 0
@@ -103,3 +102,89 @@ def test_the_command_makes_such_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert "12 tokens, " in capsys.readouterr().out
     for argv in ([], ["none.txt"], [str(text), "--size", "0"]):
         assert main(["vocabulary", *argv]) == 2
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95), SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.5, top_k=40, min_p=0.01), SamplingParams(temperature=0.3, top_p=0.5, top_k=3),
+]  # fmt: skip
+FINDERS = [numpy_choices, *([native_choices] if sampling.HAS_NATIVE else [])]
+
+
+def rows(count, size=1000):
+    rng = np.random.default_rng(5)
+    made = [(4.0 * rng.standard_normal(size)).astype(np.float32) for _ in range(count)]
+    made[0][7:] = -np.inf  # fewer tokens than are asked for
+    made[1][:] = 1.0  # all equal
+    return made
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("find", FINDERS)
+def test_the_first_is_what_the_sampler_chooses(find, params):
+    for at, row in enumerate(rows(40)):
+        found = find(row, params, 11, at, 5)
+        assert found[0][0] == sampling.numpy_choice(row, params, 11, at)
+        tokens, shares = zip(*found, strict=True)
+        assert len(set(tokens)) == len(tokens) <= 5
+        assert list(shares) == sorted(shares, reverse=True) and 0.0 < sum(shares) <= 1.0 + 1e-9
+
+
+@pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_native_choices_are_the_specification_s(params, count):
+    for at, row in enumerate(rows(40, 4097)):
+        for values in (row, row.astype(np.float64)):
+            expected = numpy_choices(values, params, 3, at, count)
+            found = native_choices(values, params, 3, at, count)
+            assert [t for t, _ in found] == [t for t, _ in expected]
+            np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], rtol=1e-9)
+
+
+@pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("size", [3, 4097])
+def test_native_choices_of_rows_are_the_specification_s(params, count, size):
+    table = np.stack(rows(20, size))
+    ids = np.random.default_rng(2).permutation(9000)[:size].astype(np.int32)
+    for values in (table, table.astype(np.float64)):
+        for own in (None, ids):
+            expected = numpy_likely(values, params, 3, 5, count, own)
+            found = native_likely(values, params, 3, 5, count, own)
+            np.testing.assert_array_equal(found[0], expected[0])
+            np.testing.assert_allclose(found[1], expected[1], rtol=1e-9)
+
+
+@pytest.mark.parametrize("params", [PARAMS[0], PARAMS[2]], ids=str)
+def test_without_truncation_rows_give_the_choices(params):
+    table = np.stack(rows(20))
+    seq = Sequence(1, (1, 2), params, 7)
+    tokens, log_shares = likely(table, seq, 0, 5)
+    for row, own, shares in zip(table, tokens, log_shares, strict=True):
+        found = choices(row, seq, [], (), 5)
+        assert own.tolist() == [t for t, _ in found]
+        np.testing.assert_allclose(np.exp(shares), [s for _, s in found], rtol=1e-9)
+
+
+def test_what_truncation_leaves_out_comes_later():
+    """Tokens 0 and 1 are in the nucleus. Token 2 is outside: lowered, but first if its noise is large."""
+    table = np.array([[3.0, 2.9, 2.0, -np.inf]], np.float32)
+    params = SamplingParams(temperature=1.0, top_p=0.8)
+    firsts = []
+    for seed in range(400):
+        tokens, log_shares = likely(table, Sequence(0, (1,), params, seed), 0, 4)
+        assert sorted(tokens[0, :3]) == [0, 1, 2] and log_shares[0, 3] == -np.inf
+        firsts.append(tokens[0, 0])
+    assert 0 < firsts.count(2) < 20
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("find", [numpy_likely, *([native_likely] if sampling.HAS_NATIVE else [])])
+def test_a_row_that_is_no_numbers_gives_none_beside_others(find, bad):
+    table = np.stack(rows(4, 50)[2:])
+    table[0, 7] = bad
+    for params in PARAMS:
+        tokens, shares = find(table, params, 1, 1, 3, None)
+        assert not tokens[0].any() and not shares[0].any() and shares[1].sum() > 0

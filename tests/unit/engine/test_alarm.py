@@ -1,43 +1,24 @@
 """The alarm: a learned drafter that is hardly ever right is reported once; other drafters are not."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_eagle import random_head, raw_config, write_head
-from lawkit import MODEL_VOCAB, Pair, make_engine, random_prompts, run, texts
+from lawkit import MODEL_VOCAB, make_engine, random_prompts, run, texts
 
 from sameseed import ops
 from sameseed.config import SpecConfig
-from sameseed.engine.alarm import Alarm, is_useless
+from sameseed.engine.alarm import is_useless
 from sameseed.lengths import _budget
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, SpecMetrics
-from sameseed.spec.drafter import Drafter, NoDrafter
 
 GREEDY = SamplingParams(max_tokens=60, seed=6, ignore_eos=True)
 PROMPTS = random_prompts(4, seed=4)
-
-
-class Learned(NoDrafter):
-    owns = "model"
-
-
-class Above(NoDrafter):
-    """A drafter with another one below, whose counters are given."""
-
-    def __init__(self, below: Drafter, metrics: SpecMetrics) -> None:
-        self.below, self.metrics = below, metrics
-
-    def counted(self) -> list[tuple[Drafter, SpecMetrics]]:
-        return [(self.below, self.metrics)]
 
 
 @pytest.mark.parametrize(
@@ -52,43 +33,24 @@ class Above(NoDrafter):
         (100, 20, 5, False),  # most nodes of a large tree are rejected anyway
     ],
 )
-def test_when_a_draft_is_no_use(num_drafts: int, k: int, accepted: int, useless: bool) -> None:
+def test_when_a_draft_is_no_use(num_drafts, k, accepted, useless):
     metrics = SpecMetrics()
     for i in range(num_drafts):
         metrics.update(k, int(i < accepted))
     assert is_useless(metrics) is useless
 
 
-def test_it_is_said_once_for_each_drafter(caplog: pytest.LogCaptureFixture) -> None:
-    alarm, first, second = Alarm(), Learned(), Learned()
-    with caplog.at_level(logging.WARNING, logger="sameseed"):
-        for _ in range(100):
-            alarm.update(first, [4, 0, 4], [0, 0, 0])
-            alarm.update(NoDrafter(), [4], [0])  # no learned drafter
-            alarm.update(second, [4], [1])
-        assert len(caplog.records) == len(alarm.texts) == 1
-        assert "0 of 80 drafted tokens" in alarm.texts[0]
-        assert "trained for another target" in alarm.texts[0]
-        bad = SpecMetrics()
-        above = Above(Learned(), bad)
-        for _ in range(60):
-            bad.update(5, 0)
-        alarm.update(above, [4], [1])
-        alarm.update(above, [4], [1])
-    assert len(alarm.texts) == 2, "the level below is watched too"
-
-
-def foreign_head(folder: Path, pair: Pair) -> Pair:
+def foreign_head(folder, pair):
     raw = raw_config("eagle", MODEL_VOCAB)
     write_head(folder, raw, random_head(parse_head_config(raw), 7, "layers.0"))
     return replace(pair, head=load_head(folder, pair.target, ops.resolve()))
 
 
 @pytest.mark.parametrize("method", ["eagle", "first"])
-def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_of_another_target(pair, tmp_path, method, caplog):
     foreign = foreign_head(tmp_path, pair)
     below = (SpecConfig("ngram", num_draft_tokens=8), SpecConfig("eagle", num_draft_tokens=8, options={"top_k": 1}))
-    chosen: dict[str, Any] = (
+    chosen = (
         {"below": below, "options": {"min_tokens": 1, "min_expected": 0.0}}
         if method == "first"
         else {"options": {"top_k": 1}}
@@ -102,9 +64,7 @@ def test_a_head_of_another_target(pair: Pair, tmp_path: Path, method: str, caplo
     assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
 
 
-def test_a_useless_draft_is_said_where_goodput_gives_it_up(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair, tmp_path, monkeypatch):
     for name, rounds in (("FIRST", 1e9), ("MOST", 1e9), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials have no end
         monkeypatch.setattr(_budget, name, rounds)
     engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
@@ -116,14 +76,14 @@ def test_a_useless_draft_is_said_where_goodput_gives_it_up(
     assert re.match(r"drafter 'eagle': 0 of [2-8]\d drafted tokens", engine.alarm.texts[0]), "twenty drafts tell"
 
 
-def test_a_good_draft_sounds_no_alarm(pair: Pair) -> None:
+def test_a_good_draft_sounds_no_alarm(pair):
     engine = make_engine(pair, "draft_model", k=4)
     run(engine, PROMPTS, GREEDY)
     assert engine.metrics.num_draft_tokens > 200
     assert engine.alarm.texts == []
 
 
-def test_counters_of_a_part_of_a_run() -> None:
+def test_counters_of_a_part_of_a_run():
     metrics, wanted = SpecMetrics(), SpecMetrics()
     metrics.update(4, 2, ahead=True)
     metrics.undrafted |= {"cost": 1, "prompt": 1}

@@ -1,14 +1,10 @@
 """On a GPU the texts of a step are made during the next step's pass: the same text, in the same order, nothing lost."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import Any
 
 import pytest
-from lawkit import Pair, make_engine, random_prompts
+from lawkit import make_engine, random_prompts
 
-from sameseed.engine.engine import Engine
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Delta, FinishReason, Request, SamplingParams
 
@@ -16,14 +12,14 @@ PROMPTS = random_prompts(5)
 LATE = property(lambda self: True)
 
 
-def asked(engine: Engine, **changes: Any) -> None:
+def asked(engine, **changes):
     for i, prompt in enumerate(PROMPTS):
         stop = ("e", "1a") if i == 1 else ()
         params = SamplingParams(max_tokens=9 + i, seed=i, temperature=0.8, stop=stop, min_tokens=4, **changes)
         engine.add(Request(str(i), prompt, params, seed=i, streamed=i != 2))
 
 
-def summed(deltas: list[Delta]) -> dict[str, tuple[str, tuple[int, ...], tuple[Any, ...], tuple[int, ...]]]:
+def summed(deltas):
     """Text, tokens, levels and offsets of each request's deltas; the last one must be the one that completes it."""
     by_request = defaultdict[str, list[Delta]](list)
     for delta in deltas:
@@ -32,17 +28,15 @@ def summed(deltas: list[Delta]) -> dict[str, tuple[str, tuple[int, ...], tuple[A
         assert [d.completion is not None for d in parts] == [False] * (len(parts) - 1) + [True]
     return {
         name: (
-            "".join(d.text for d in parts),
-            sum((d.token_ids for d in parts), ()),
-            sum((d.levels for d in parts), ()),
+            "".join(d.text for d in parts), sum((d.token_ids for d in parts), ()), sum((d.levels for d in parts), ()),
             sum((d.text_offset for d in parts), ()),
         )
         for name, parts in by_request.items()
-    }
+    }  # fmt: skip
 
 
-def written(engine: Engine, send: bool = False) -> list[Delta]:
-    deltas: list[Delta] = []
+def written(engine, send=False):
+    deltas = []
     while engine.has_work:
         deltas += engine.step(deltas.extend if send else None)
     return deltas
@@ -50,7 +44,7 @@ def written(engine: Engine, send: bool = False) -> list[Delta]:
 
 @pytest.mark.parametrize("send", [False, True])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_late_deltas_are_the_same_deltas(pair: Pair, monkeypatch: pytest.MonkeyPatch, method: str, send: bool) -> None:
+def test_late_deltas_are_the_same_deltas(pair, monkeypatch, method, send):
     now = make_engine(pair, method, k=3, seqs=3)
     asked(now)
     wanted = summed(written(now))
@@ -60,9 +54,9 @@ def test_late_deltas_are_the_same_deltas(pair: Pair, monkeypatch: pytest.MonkeyP
     assert summed(written(late, send)) == wanted and len(wanted) == len(PROMPTS)
 
 
-def test_deltas_are_sent_before_the_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_are_sent_before_the_wait(pair, monkeypatch):
     """A step's deltas leave between the next pass's launch and its end, one delta a sequence."""
-    events: list[Any] = []
+    events = []
     engine = make_engine(pair, "none", seqs=5)
     monkeypatch.setattr(ModelRunner, "takes_late", LATE)
     launch, forward = engine.runner.model.run, engine.runner.forward
@@ -77,7 +71,7 @@ def test_deltas_are_sent_before_the_wait(pair: Pair, monkeypatch: pytest.MonkeyP
     assert last.completion.finish_reason is FinishReason.LENGTH and len(last.token_ids) == 1
 
 
-def test_ending_early_loses_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_early_loses_no_text(pair, monkeypatch):
     """An abort, or a pass that fails, first gives out what was decided; other requests' texts come later."""
     monkeypatch.setattr(ModelRunner, "takes_late", LATE)
     engine = make_engine(pair, "none", seqs=5)
@@ -87,7 +81,7 @@ def test_ending_early_loses_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     assert {d.request_id for d in ended} == {"0"} and len(ended) == 2
     deltas += ended
 
-    def broken(*_: Any) -> Any:
+    def broken(*_):
         raise RuntimeError("a GPU's error")
 
     with monkeypatch.context() as patch:

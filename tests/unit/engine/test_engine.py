@@ -1,30 +1,14 @@
 """Engine: where a text ends, what a completion contains, which requests are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from lawkit import (
-    EOS,
-    MAX_LEN,
-    SAMPLED,
-    Pair,
-    TreeDrafter,
-    assert_nothing_left,
-    make_engine,
-    random_prompts,
-    run,
-    texts,
-)
+from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, assert_nothing_left, make_engine, random_prompts, run, texts
 
-from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
-from sameseed.request import Delta, FinishReason, Request, SamplingParams, Speculation
-from sameseed.spec.draft import Draft
+from sameseed.request import FinishReason, Request, SamplingParams, Speculation
 
 PROMPT = random_prompts(4)[3]
 
@@ -32,21 +16,21 @@ PROMPT = random_prompts(4)[3]
 class Oracle(TreeDrafter):
     """A drafter that is always right: it proposes the known answer as a chain."""
 
-    def _tree(self, seq: Any, num_draft: int) -> tuple[list[int], list[int]]:
+    def _tree(self, seq, num_draft):
         right = list(self.answer(seq))[:num_draft]
         return right, list(range(-1, len(right) - 1))
 
 
-def oracle_engine(pair: Pair, answer: tuple[int, ...], k: int = 8, **settings: Any) -> Engine:
+def oracle_engine(pair, answer, k=8, **settings):
     return make_engine(pair, k=k, drafter=Oracle(lambda seq: answer[seq.num_output :], MAX_LEN), **settings)
 
 
-def answer_of(pair: Pair, **params: Any) -> tuple[int, ...]:
+def answer_of(pair, **params):
     asked = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, **params)
     return texts(run(make_engine(pair), [PROMPT], asked))[0]
 
 
-def test_max_tokens_inside_an_accepted_path(pair: Pair) -> None:
+def test_max_tokens_inside_an_accepted_path(pair):
     answer = answer_of(pair)
     for count in range(1, 22):
         params = SamplingParams(max_tokens=count, seed=2, ignore_eos=True)
@@ -57,7 +41,7 @@ def test_max_tokens_inside_an_accepted_path(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_stop_token_inside_an_accepted_path(pair: Pair, sampling: dict[str, Any]) -> None:
+def test_a_stop_token_inside_an_accepted_path(pair, sampling):
     answer = answer_of(pair, **sampling)
     for place in range(1, 16):
         stop = answer[place]
@@ -68,7 +52,7 @@ def test_a_stop_token_inside_an_accepted_path(pair: Pair, sampling: dict[str, An
         assert got.finish_reason is FinishReason.STOP
 
 
-def test_the_end_token_inside_an_accepted_path(pair: Pair) -> None:
+def test_the_end_token_inside_an_accepted_path(pair):
     """The end token ends the text, except with `ignore_eos` or before `min_tokens`."""
     bias = {EOS: 3.0}
     plain = run(make_engine(pair), random_prompts(12), SamplingParams(max_tokens=40, seed=2, logit_bias=bias))
@@ -90,7 +74,7 @@ def test_the_end_token_inside_an_accepted_path(pair: Pair) -> None:
         assert len(got.token_ids) == 40
 
 
-def test_the_context_ends_the_text(pair: Pair) -> None:
+def test_the_context_ends_the_text(pair):
     for spec in ({}, {"method": "draft_model", "k": 6}):
         engine = make_engine(pair, **spec, max_len=40)
         params = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
@@ -99,7 +83,7 @@ def test_the_context_ends_the_text(pair: Pair) -> None:
         assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_string_across_tokens(pair: Pair) -> None:
+def test_a_stop_string_across_tokens(pair):
     """The text ends before the stop string, wherever its tokens begin; the last token is the one that completed it."""
     answer = answer_of(pair)
     whole = pair.tokenizer.decode(answer)
@@ -117,7 +101,7 @@ def test_a_stop_string_across_tokens(pair: Pair) -> None:
         assert plain.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_string_before_min_tokens_is_text(pair: Pair) -> None:
+def test_a_stop_string_before_min_tokens_is_text(pair):
     answer = answer_of(pair)
     whole = pair.tokenizer.decode(answer)
     params = SamplingParams(max_tokens=40, min_tokens=40, seed=2, ignore_eos=True, stop=tuple(whole[:5]))
@@ -126,7 +110,7 @@ def test_a_stop_string_before_min_tokens_is_text(pair: Pair) -> None:
     assert len(got.text) > len(whole) // 2
 
 
-def test_n_completions_differ_by_their_seeds(pair: Pair) -> None:
+def test_n_completions_differ_by_their_seeds(pair):
     params = SamplingParams(max_tokens=10, seed=9, n=4, temperature=1.0, ignore_eos=True)
     done = run(make_engine(pair, "draft_model"), [PROMPT], params)
     assert [c.index for c in done] == [0, 1, 2, 3]
@@ -136,7 +120,7 @@ def test_n_completions_differ_by_their_seeds(pair: Pair) -> None:
         assert texts(run(make_engine(pair), [PROMPT], alone)) == [c.token_ids]
 
 
-def test_counters_add_up(pair: Pair) -> None:
+def test_counters_add_up(pair):
     engine = make_engine(pair, "draft_model", k=4)
     prompts = random_prompts(6)
     done = run(engine, prompts, SamplingParams(max_tokens=25, seed=1, ignore_eos=True, **SAMPLED))
@@ -165,7 +149,7 @@ def test_counters_add_up(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair: Pair, k: int) -> None:
+def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair, k):
     asked = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
     plain = texts(run(make_engine(pair), [PROMPT], asked))
     engine = make_engine(pair, "draft_model", k=k, policy="goodput")
@@ -179,36 +163,33 @@ def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair: Pair, k
     assert longest > 2, "the wish was heeded"
 
 
-def test_deltas_join_to_the_completion(pair: Pair) -> None:
+def test_deltas_join_to_the_completion(pair):
     engine = make_engine(pair, "draft_model", k=5)
     params = SamplingParams(max_tokens=40, seed=4, temperature=1.5, ignore_eos=True, stop=("#!",))
     for i, prompt in enumerate(random_prompts(5)):
         engine.add(Request(f"r{i}", tuple(prompt), params, 4))
-    deltas: dict[str, list[Delta]] = {}
+    deltas = {}
     while engine.has_work:
         for d in engine.step():
             deltas.setdefault(d.request_id, []).append(d)
     for group in deltas.values():
         completion = group[-1].completion
-        assert completion is not None
         assert [d.completion for d in group[:-1]] == [None] * (len(group) - 1)
         assert "".join(d.text for d in group) == completion.text
         assert tuple(t for d in group for t in d.token_ids) == completion.token_ids
         assert tuple(a for d in group for a in d.accepted) == completion.accepted
 
 
-def test_what_cannot_be_served(pair: Pair) -> None:
+def test_what_cannot_be_served(pair):
     engine = make_engine(pair, max_len=50)
     cases = [
-        ((), "prompt is empty"),
-        (tuple([1] * 50), "50 tokens and the context holds 50"),
-        ((1, 304), r"prompt: .* 0\.\.303"),
-        ((-1,), "prompt: token ids"),
-    ]
+        ((), "prompt is empty"), (tuple([1] * 50), "50 tokens and the context holds 50"),
+        ((1, 304), r"prompt: .* 0\.\.303"), ((-1,), "prompt: token ids"),
+    ]  # fmt: skip
     for prompt, message in cases:
         with pytest.raises(RequestError, match=message):
             engine.add(Request("r", prompt, SamplingParams(), 0))
-    beyond: dict[str, Any] = {"logit_bias": {304: 1.0}, "max_tokens": 129}
+    beyond = {"logit_bias": {304: 1.0}, "max_tokens": 129}
     beyond |= dict.fromkeys(("allowed_token_ids", "banned_token_ids", "stop_token_ids"), (304,))
     for name, value in beyond.items():
         with pytest.raises(RequestError) as caught:
@@ -218,7 +199,7 @@ def test_what_cannot_be_served(pair: Pair) -> None:
     assert engine.step() == []
 
 
-def test_no_token_left_ends_with_an_error(pair: Pair) -> None:
+def test_no_token_left_ends_with_an_error(pair):
     engine = make_engine(pair, "draft_model")
     bad = SamplingParams(max_tokens=9, seed=1, allowed_token_ids=(299,), min_tokens=4, stop_token_ids=(299,))
     good = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
@@ -229,15 +210,13 @@ def test_no_token_left_ends_with_an_error(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_logits_that_are_no_numbers_end_with_an_error(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
-) -> None:
+def test_logits_that_are_no_numbers_end_with_an_error(pair, monkeypatch, sampling):
     """Tokens accepted before the NaN row are kept; the other sequences go on."""
     answer = answer_of(pair, **sampling)
     engine = oracle_engine(pair, answer, k=4)
     forward, calls = engine.runner.forward, []
 
-    def poisoned(seqs: Any, draft: Draft, num_pending: Any, *more: Any, **named: Any) -> Any:
+    def poisoned(seqs, draft, num_pending, *more, **named):
         out = forward(seqs, draft, num_pending, *more, **named)
         calls.append(1)
         if len(calls) == 3:
@@ -254,11 +233,10 @@ def test_logits_that_are_no_numbers_end_with_an_error(
     assert second.token_ids == answer[:20]
 
 
-def test_abort_before_anything_ran(pair: Pair) -> None:
+def test_abort_before_anything_ran(pair):
     engine = make_engine(pair)
     engine.add(Request("a", (5, 6), SamplingParams(), 0))
     (delta,) = engine.abort("a")
-    assert delta.completion is not None
     assert delta.completion.finish_reason is FinishReason.ABORT
     assert (delta.completion.token_ids, delta.completion.text) == ((), "")
     assert_nothing_left(engine)

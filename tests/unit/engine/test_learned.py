@@ -1,8 +1,6 @@
 """What goodput learned is used by the next process: costs rescaled to today's speed, acceptance rates in part."""
 
-from __future__ import annotations
-
-from pathlib import Path
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +9,8 @@ from sameseed import store
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
+from sameseed.engine import calibrate
+from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.learned import FIRST, KIND, LearnedTable
 from sameseed.engine.llm import LLM
 from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes
@@ -19,14 +19,13 @@ from sameseed.request import SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / KIND
 
 
-def policy_that_knows() -> GoodputLength:
+def policy_that_knows():
     policy = GoodputLength(4, Curve([(1, 0.1), (8, 0.2)], 64, 1e-6, 1e-7))
-    assert policy.cost is not None
     for n in range(20):
         policy.cost.draft.learn(n % 4, 2, 100.0, 0.01 + 0.002 * (n % 4))
         policy.cost.gap.correct(2.0 + n % 3, n % 2 == 1, 0.001 * (1 + n % 2))
@@ -35,20 +34,20 @@ def policy_that_knows() -> GoodputLength:
     return policy
 
 
-def kept(policy: GoodputLength, key: str = "key") -> None:
+def kept(policy, key="key"):
     table = LearnedTable(policy, key)
     for _ in range(FIRST):
         table.passed()
 
 
-def begun(key: str = "key") -> tuple[GoodputLength, bool]:
+def begun(key="key"):
     """A policy that took over a table, and whether it was measured anew."""
     policy, measured = GoodputLength(4), EngineCost(Curve([(1, 9.0)]))
     LearnedTable(policy, key).begin(lambda: measured)
     return policy, policy.cost is measured
 
 
-def test_a_table_comes_back() -> None:
+def test_a_table_comes_back():
     before = policy_that_knows()
     kept(before)
     after, measured = begun()
@@ -65,9 +64,8 @@ def test_a_table_comes_back() -> None:
     np.testing.assert_allclose(after.cost.draft.as_array(), before.cost.draft.as_array(), err_msg="learns on alike")
 
 
-def test_scaled_costs_are_those_of_a_slower_machine() -> None:
+def test_scaled_costs_are_those_of_a_slower_machine():
     policy = policy_that_knows()
-    assert policy.cost is not None
     curve, draft, gap = policy.cost.target.at(8), policy.cost.draft.terms(2, 100.0), policy.cost.gap.at(2, True)
     policy.cost.scale(2.0)
     assert policy.cost.target.at(8) == pytest.approx(2 * curve)
@@ -75,13 +73,13 @@ def test_scaled_costs_are_those_of_a_slower_machine() -> None:
     assert policy.cost.gap.at(2, True) == gap, "Python is no slower where memory is"
 
 
-def test_what_was_measured_is_not_measured_at_the_next_start(cache: Path) -> None:
+def test_what_was_measured_is_not_measured_at_the_next_start(cache):
     assert begun()[1] and len(list(cache.glob("*.npz"))) == 1
     policy, measured = begun()
     assert not measured and policy.cost is not None and policy.cost.target.at(1) == 9.0
 
 
-def test_what_is_broken_is_measured_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_broken_is_measured_again(cache, caplog):
     kept(policy_that_knows())
     (cache / "key.npz").write_bytes(b"no table")
     policy, measured = begun()
@@ -89,31 +87,28 @@ def test_what_is_broken_is_measured_again(cache: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, 1e300])
-def test_what_a_glitch_of_the_clock_wrote_is_measured_again(value: float, cache: Path) -> None:
+def test_what_a_glitch_of_the_clock_wrote_is_measured_again(value, cache):
     """The file is whole and its digest right: the numbers themselves cannot be of an engine."""
     kept(policy_that_knows())
     found = store.read(KIND, "key")
-    assert found is not None
     store.write(KIND, "key", found | {"target": np.full_like(found["target"], value)})
     policy, measured = begun()
     assert measured and policy.cost is not None and policy.cost.target.at(1) == 9.0
 
 
-def test_an_engine_begins_with_what_the_last_one_learned(pair_folders: tuple[Path, Path], cache: Path) -> None:
+def test_an_engine_begins_with_what_the_last_one_learned(pair_folders, cache):
     target, draft = map(str, pair_folders)
     params = SamplingParams(max_tokens=2 * FIRST + 80, ignore_eos=True)
     texts = []
     for _ in range(2):
         llm = LLM(target, draft=draft, num_draft_tokens=1)
-        policy = llm.engine.policy
-        assert isinstance(policy, GoodputLength)
         texts.append((len(list(cache.glob("*.npz"))), llm.generate([[5, 6, 7]], params)[0].token_ids))
     assert [count for count, _ in texts] == [1, 1] and texts[0][1] == texts[1][1]
     LLM(target, draft=draft, num_draft_tokens=2).generate([[5, 6, 7]], params)
     assert len(list(cache.glob("*.npz"))) == 2, "another length is another table"
 
 
-def test_a_drafter_without_a_name_keeps_nothing(pair_folders: tuple[Path, Path], cache: Path) -> None:
+def test_a_drafter_without_a_name_keeps_nothing(pair_folders, cache):
     from sameseed.drafters.ngram import DRAFTER
 
     LLM(str(pair_folders[0]), draft=DRAFTER, num_draft_tokens=2).generate(
@@ -121,3 +116,43 @@ def test_a_drafter_without_a_name_keeps_nothing(pair_folders: tuple[Path, Path],
     )
     assert not cache.exists()
     assert SpecConfig().drafter is None and Acceptance(4).as_arrays()["kinds"].sum() == 0.0
+
+
+def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(pair_folders, monkeypatch):
+    target, draft = map(str, pair_folders)
+    engine = LLM(target, draft=f"suffix + {draft}", policy="fixed").engine
+    first = engine.drafter
+    asked = dict.fromkeys((first, *first.below), 0)
+
+    def watch(drafter):
+        propose = drafter.propose
+
+        def watched(seqs, num_draft):
+            asked[drafter] += sum(k > 0 for k in num_draft)
+            return propose(seqs, num_draft)
+
+        monkeypatch.setattr(drafter, "propose", watched)
+
+    for drafter in asked:
+        watch(drafter)
+    monkeypatch.setattr(calibrate, "QUICK", math.inf)  # two rounds before the measured ones, on a slow machine too
+    measure_rounds(engine.runner, first, seconds=60.0)
+    assert min(asked.values()) >= 58, "two rounds before and ten with drafts, of one sequence and of four"
+
+
+def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(pair_folders):
+    target, draft = map(str, pair_folders)
+    engine = LLM(target, draft=draft, policy="goodput", max_num_seqs=2).engine
+    policy, alarm, before = engine.policy, engine.alarm, [vars(m.copy()) for _, m in engine.drafter.counted()]
+    assert not measure_rounds(engine.runner, engine.drafter).gap.seen
+    cost = measure_engine(engine, 1.0)
+    assert cost.gap.seen > 50 and cost.gap.at(1, False) > 0.0
+    assert max(cost.draft.terms(1)) > 0.0  # noise may move all of the cost to one of start and step
+    assert engine.policy is policy and engine.alarm is alarm and not engine.has_work
+    assert not engine.metrics.num_rounds and not engine.times.target
+    assert [vars(m) for _, m in engine.drafter.counted()] == before
+
+
+def test_an_engine_with_a_tiny_context_is_measured_too(pair_folders):
+    engine = LLM(str(pair_folders[0]), max_model_len=8, max_num_seqs=1).engine
+    assert measure_engine(engine, 0.1).gap.seen

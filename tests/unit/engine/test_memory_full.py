@@ -1,15 +1,11 @@
 """Memory runs out during a run: the requests of that pass fail, the engine and all other requests go on."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import pytest
 import torch
-from lawkit import Pair, TreeDrafter, assert_nothing_left, knowing, make_engine, random_prompts, run, texts
+from lawkit import TreeDrafter, assert_nothing_left, knowing, make_engine, random_prompts, run, texts
 
-from sameseed.engine.engine import Engine
 from sameseed.request import FinishReason, Request, SamplingParams
 
 PROMPTS = random_prompts(4, seed=8, longest=20)
@@ -20,19 +16,19 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 class Filling:
     """An op that raises out-of-memory at its `at`-th call."""
 
-    def __init__(self, op: Any, at: int) -> None:
+    def __init__(self, op, at):
         self.op, self.left = op, at
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         self.left -= 1
         if self.left == 0:
             raise FULL
         return self.op(*args, **kwargs)
 
 
-def drain(engine: Engine) -> tuple[dict[str, Any], int]:
+def drain(engine):
     """Steps as the server's engine process does; returns completions by request id, and the number of failed steps."""
-    done: dict[str, Any] = {}
+    done = {}
     failed = 0
     while engine.has_work:
         try:
@@ -45,9 +41,7 @@ def drain(engine: Engine) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.parametrize(("op", "at"), [("attention", 5), ("product", 7), ("move_kv", 1), ("move_kv", 2)])
-def test_requests_of_the_pass_fail_and_the_engine_lives(
-    reference_pair: Pair, op: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_the_pass_fail_and_the_engine_lives(reference_pair, op, at, monkeypatch):
     """Memory runs out in the middle of a pass, or between layers while accepted rows are moved."""
     pair = reference_pair
     wanted = texts(run(make_engine(pair), PROMPTS, ASKED))
@@ -68,16 +62,14 @@ def test_requests_of_the_pass_fail_and_the_engine_lives(
     assert texts(run(engine, PROMPTS, ASKED)) == wanted, "and with all of its memory"
 
 
-def bound(op: Filling) -> Any:
+def bound(op):
     """A callable object as a method of a class."""
     return lambda self, *args, **kwargs: op(self, *args, **kwargs)
 
 
 @pytest.mark.failing_drafter
 @pytest.mark.parametrize("at", [3, 40])
-def test_a_draft_that_finds_no_memory_costs_no_text(
-    reference_pair: Pair, at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_draft_that_finds_no_memory_costs_no_text(reference_pair, at, monkeypatch, caplog):
     wanted = texts(run(make_engine(reference_pair), PROMPTS, ASKED))
     engine = make_engine(reference_pair, "draft_model", 3)
     model = reference_pair.draft

@@ -1,18 +1,13 @@
 """Log-probabilities of a prompt's own tokens, and requests that fail alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from lawkit import SAMPLED, Pair, assert_nothing_left, finished, make_engine, run
+from lawkit import SAMPLED, assert_nothing_left, finished, make_engine, run
 
-from sameseed.engine.engine import Engine
 from sameseed.grammar import Choice, Vocabulary
-from sameseed.request import Completion, FinishReason, Request, SamplingParams
+from sameseed.request import FinishReason, Request, SamplingParams
 from sameseed.spec import verify as verify_module
-from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
 PROMPT = tuple(range(1, 151))
@@ -22,7 +17,7 @@ ASKED = SamplingParams(
 )
 
 
-def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Completion]:
+def score(engine, prompts, params):
     """Completions of scored prompts that run together."""
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"r{i}", prompt, params, 3, score_prompt=True))
@@ -34,7 +29,7 @@ def score(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams
 @pytest.mark.parametrize(
     ("method", "rows", "tokens"), [("none", 512, 4096), ("ngram", 9, 4096), ("draft_model", 70, 320)]
 )
-def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str, rows: int, tokens: int) -> None:
+def test_a_scored_prompt_is_continued_as_ever(reference_pair, method, rows, tokens):
     """For several drafters, rows per pass, and with preemptions (the last case's cache holds one sequence)."""
     plain = run(make_engine(reference_pair), [PROMPT, OTHER], ASKED, alone=True)
     engine = make_engine(reference_pair, method, rows=rows, tokens=tokens)
@@ -42,13 +37,12 @@ def test_a_scored_prompt_is_continued_as_ever(reference_pair: Pair, method: str,
     for mine, alone in zip(scored, [*plain, plain[0]], strict=True):
         assert mine.token_ids == alone.token_ids
         assert mine.logprobs == alone.logprobs
-        assert mine.prompt_logprobs is not None
         assert [p.token_id for p in mine.prompt_logprobs] == list(mine.prompt_token_ids[1:])
     assert scored[0].prompt_logprobs == scored[2].prompt_logprobs
 
 
 @pytest.mark.parametrize("rows", [512, 9])
-def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair: Pair, rows: int) -> None:
+def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair, rows):
     """Scored tokens count as prompt for penalties, `min_tokens` and a grammar, in chunks of any size."""
     free = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
     first = run(make_engine(reference_pair), [OTHER], free)[0].token_ids[0]
@@ -68,15 +62,13 @@ def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair: Pair, r
         assert done[0].logprobs == done[1].logprobs
 
 
-def test_scores_are_the_models(reference_pair: Pair) -> None:
+def test_scores_are_the_models(reference_pair):
     greedy = SamplingParams(max_tokens=1, seed=3, logprobs=1, ignore_eos=True)
     found = score(make_engine(reference_pair, "ngram"), [PROMPT], greedy)[0].prompt_logprobs
-    assert found is not None
     num_compared = 0
     for n in range(1, 40):  # the model's own logprob of token n, read from the likeliest tokens after the first n
         only = SamplingParams(max_tokens=1, logprobs=100, seed=0, ignore_eos=True)
         top = run(make_engine(reference_pair), [PROMPT[:n]], only)[0].logprobs
-        assert top is not None
         truth = dict(top[0].top)
         assert found[n - 1].top == top[0].top[:1]
         if PROMPT[n] in truth:
@@ -86,12 +78,12 @@ def test_scores_are_the_models(reference_pair: Pair) -> None:
 
 
 @pytest.mark.failing_drafter
-def test_one_that_fails_in_the_sampler_ends_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_in_the_sampler_ends_alone(pair, monkeypatch):
     alone = run(make_engine(pair, "ngram"), [OTHER], ASKED)[0]
     engine = make_engine(pair, "ngram")
     choose = verify_module.choose
 
-    def poisoned(logits: Any, seq: Any, path: Any, eos: Any) -> int:
+    def poisoned(logits, seq, path, eos):
         if seq.num_prompt == 3 and len(seq) > 6:
             raise IndexError("poison")
         return choose(logits, seq, path, eos)
@@ -104,14 +96,14 @@ def test_one_that_fails_in_the_sampler_ends_alone(pair: Pair, monkeypatch: pytes
 
 
 @pytest.mark.failing_drafter
-def test_a_failing_drafter_costs_no_text(pair: Pair) -> None:
+def test_a_failing_drafter_costs_no_text(pair):
     class Broken(Drafter):
         rounds = 0
 
-        def propose(self, seqs: Any, num_draft: Any) -> Draft:
+        def propose(self, seqs, num_draft):
             raise ValueError("no guess")
 
-        def observe(self, seqs: Any, spans: Any, hidden: Any) -> None:
+        def observe(self, seqs, spans, hidden):
             self.rounds += 1
             raise ValueError("no memory")
 
@@ -122,7 +114,7 @@ def test_a_failing_drafter_costs_no_text(pair: Pair) -> None:
     assert drafter.rounds > 5
 
 
-def test_a_failed_pass_ends_those_in_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_ends_those_in_it(pair, monkeypatch):
     alone = run(make_engine(pair), [OTHER], ASKED)[0]
     engine = make_engine(pair, seqs=1)
     for name in ("first", "second"):

@@ -1,10 +1,7 @@
 """compressed-tensors, the library with which vLLM reads checkpoints, reads ours (where it is installed)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from sameseed import scheme
 from sameseed.scheme import QuantScheme
@@ -12,22 +9,13 @@ from sameseed.scheme import QuantScheme
 pytest.importorskip("compressed_tensors")
 
 
-def randn(*shape: int) -> Tensor:
+def randn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 WRITTEN = [
-    "w4a16",
-    "w4a16-channel",
-    "w4a8-g32-asym",
-    "w8a8",
-    "w8a8-g64",
-    "w8a16",
-    "w8a16-g64",
-    "fp8",
-    "fp8-a8",
-    "fp8-b128",
-]
+    "w4a16", "w4a16-channel", "w4a8-g32-asym", "w8a8", "w8a8-g64", "w8a16", "w8a16-g64", "fp8", "fp8-a8", "fp8-b128",
+]  # fmt: skip
 WRITTEN += ["fp8-a8-b128", "mxfp4", "mxfp4-mse"]
 
 

@@ -1,7 +1,5 @@
 """Float formats: the bits of IEEE 754, all codes of fp8 and mxfp4, their scales and what rounds to them."""
 
-from __future__ import annotations
-
 import math
 import struct
 
@@ -19,7 +17,7 @@ from sameseed.scheme import DENSE, QuantArgs, QuantScheme
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def through(name: str, value: float) -> float:
+def through(name, value):
     fmt = scheme.get(name)
     return fmt.decode(fmt.encode(torch.tensor([[value]]))).item()
 
@@ -29,7 +27,7 @@ def test_fp32_keeps_every_bit(value):
     assert struct.pack("<f", through("fp32", value)) == struct.pack("<f", value)
 
 
-def bf16_by_hand(value: float) -> int:
+def bf16_by_hand(value):
     """The upper half of the float32 bits, rounded to nearest, ties to even."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -63,7 +61,7 @@ KINDS = {"fp8_e4m3": (4, 3, 448.0, torch.float8_e4m3fn), "fp8_e5m2": (5, 2, 5734
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def by_hand(code: int, exponent_bits: int, mantissa_bits: int) -> float:
+def by_hand(code, exponent_bits, mantissa_bits):
     """Value of an 8-bit float by its definition (OCP 8-bit floating point specification, 1.0)."""
     sign = -1.0 if code >> 7 else 1.0
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
@@ -184,7 +182,7 @@ def test_the_chooser_takes_e5m2_only_for_a_wide_range():
 MXFP4 = scheme.get("mxfp4")
 
 
-def by_hand_of_e2m1(code: int) -> float:
+def by_hand_of_e2m1(code):
     """The value of an e2m1 code (OCP MX 1.0, 5.3.3): bias 1, one bit of mantissa, no infinity and no NaN."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)

@@ -1,14 +1,11 @@
 """Integer formats: int4 and its packed files; int8n, whose upper halves are an int4 weight; qoq's two levels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fixtures_models import backends
 from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hn
-from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.formats.int4 import pack_int32
@@ -16,7 +13,7 @@ from sameseed.formats.int8n import FORMAT, high
 from sameseed.formats.qoq import PROTECTED
 from sameseed.models.layouts.base import unpacked
 from sameseed.quantize._grid import possible_codes
-from sameseed.scheme import QuantArgs, QuantScheme, QuantTensor
+from sameseed.scheme import QuantArgs, QuantScheme
 
 INT4 = scheme.get("int4")
 
@@ -70,11 +67,11 @@ def test_int8_beside_float_activations_is_packed_too():
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])
 
 
-def of(codes: Tensor) -> QuantTensor:
+def of(codes):
     return FORMAT.stored(codes, torch.full((codes.shape[0], 1), 0.5, dtype=torch.bfloat16))
 
 
-def test_every_code_splits_into_two_halves_in_range() -> None:
+def test_every_code_splits_into_two_halves_in_range():
     codes = torch.arange(-128, 120, dtype=torch.int8)
     upper = high(codes)
     lower = codes.int() - 16 * upper.int()
@@ -84,7 +81,7 @@ def test_every_code_splits_into_two_halves_in_range() -> None:
 
 
 @every_group
-def test_the_view_is_the_upper_half_under_the_same_scale(group: int | None) -> None:
+def test_the_view_is_the_upper_half_under_the_same_scale(group):
     q = FORMAT.encode(randn(9, 256), QuantArgs(group))
     view = FORMAT.lower(q)
     assert view is not None and view.shape == q.shape and view.group == q.group
@@ -97,7 +94,7 @@ def test_the_view_is_the_upper_half_under_the_same_scale(group: int | None) -> N
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_the_view_takes_no_memory(backend: str) -> None:
+def test_the_view_takes_no_memory(backend):
     chosen = ops.resolve(backend)
     q = chosen.pack(QuantScheme.parse("w8a8n").encode(randn(70, 256)))
     view = FORMAT.lower(q)
@@ -112,7 +109,7 @@ def test_the_view_takes_no_memory(backend: str) -> None:
     assert again is not None and again.parts["high"].data_ptr() == view.parts["high"].data_ptr()
 
 
-def test_one_sided_groups_use_the_longer_side() -> None:
+def test_one_sided_groups_use_the_longer_side():
     """Codes reach 128 steps below 0 and 119 above: a negative group has finer steps."""
     weight = randn(1, 128).abs()
     up, down = FORMAT.encode(weight), FORMAT.encode(-weight)
@@ -124,7 +121,7 @@ QOQ = scheme.get("qoq")
 rows = st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64)
 
 
-def steps(q: QuantTensor) -> torch.Tensor:
+def steps(q):
     """The integer steps [O, K / G]: scales divided by the channel's scale."""
     found = q.parts["scales"] / q.parts["channel"].float()
     return found.where(q.parts["scales"] > 0, 0.0)

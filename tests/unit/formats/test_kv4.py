@@ -1,7 +1,5 @@
 """Rows of the KV cache in 4 bits: bytes by hand, the rotation, outliers, NaN rows, odd dimensions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

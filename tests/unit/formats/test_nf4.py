@@ -1,7 +1,5 @@
 """nf4: the nearest of sixteen values, in bitsandbytes' layout; nf4-dq, whose scales are quantized again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

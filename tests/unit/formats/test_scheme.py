@@ -1,7 +1,5 @@
 """Scheme names: what they select and refuse, and what is told of their loss; activations by row and group."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -12,24 +10,19 @@ from hypothesis import given, strategies as st
 
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.formats._losses import LOSSES, MODEL, likely
+from sameseed.formats._memory import LINE, SHARED, Arena
 from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("auto", QuantScheme()),
-        ("w8a16", QuantScheme("int8")),
-        ("w8a8", QuantScheme("int8", activations="int8")),
-        ("W4A8", QuantScheme("int4", activations="int8")),
-        ("w4a16-g32", QuantScheme("int4", 32)),
-        ("w4a8-g128-asym", QuantScheme("int4", 128, False, "int8")),
-        (" w4a16-asym ", QuantScheme("int4", None, False)),
-        ("fp8", QuantScheme("fp8_e4m3")),
-        ("w4a8-qoq", QuantScheme("qoq", activations="int8")),
+        ("auto", QuantScheme()), ("w8a16", QuantScheme("int8")), ("w8a8", QuantScheme("int8", activations="int8")),
+        ("W4A8", QuantScheme("int4", activations="int8")), ("w4a16-g32", QuantScheme("int4", 32)),
+        ("w4a8-g128-asym", QuantScheme("int4", 128, False, "int8")), (" w4a16-asym ", QuantScheme("int4", None, False)),
+        ("fp8", QuantScheme("fp8_e4m3")), ("w4a8-qoq", QuantScheme("qoq", activations="int8")),
         ("w4a8-qoq-mse-g64", QuantScheme("qoq", 64, activations="int8", variant="mse")),
-        ("nf4-dq", QuantScheme("nf4", variant="dq")),
-        ("fp8-b128", QuantScheme("fp8_e4m3", variant="b128")),
+        ("nf4-dq", QuantScheme("nf4", variant="dq")), ("fp8-b128", QuantScheme("fp8_e4m3", variant="b128")),
         ("FP8-auto", QuantScheme("fp8_e4m3", variant="auto")),
         ("fp8-a8-b128", QuantScheme("fp8_e4m3", activations="fp8", variant="b128")),
         ("fp8_e5m2-a8", QuantScheme("fp8_e5m2", activations="fp8")),
@@ -37,7 +30,7 @@ from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
         ("int4-a8-g32", QuantScheme("int4", 32, activations="int8")),
         ("w8a8-outliers-g64", QuantScheme("int8", 64, activations="outliers")),
     ],
-)
+)  # fmt: skip
 def test_names(text, expected):
     found = QuantScheme.parse(text)
     assert found == expected
@@ -56,17 +49,13 @@ def test_unknown_names_suggest_the_near_one(text, near):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("w4a8-g48", "no groups of 48, only of 32, 64, 128;"),
-        ("bf16-g32", "no groups of 32;"),
-        ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"),
-        ("qoq-asym", "no zero points"),
-        ("nf4-b128", "no variant -b128; it has -dq"),
-        ("fp8-b64", "no variant -b64; it has -auto, -b128"),
-        ("w4a8-g", "no variant -g; it has none"),
-        ("nf4-a8", "only integer weights take int8 activations"),
+        ("w4a8-g48", "no groups of 48, only of 32, 64, 128;"), ("bf16-g32", "no groups of 32;"),
+        ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"), ("qoq-asym", "no zero points"),
+        ("nf4-b128", "no variant -b128; it has -dq"), ("fp8-b64", "no variant -b64; it has -auto, -b128"),
+        ("w4a8-g", "no variant -g; it has none"), ("nf4-a8", "only integer weights take int8 activations"),
         ("int4_sparse", "serves the KV cache only"),
     ],
-)
+)  # fmt: skip
 def test_what_a_format_has_not(text, words):
     with pytest.raises(ConfigError, match=words):
         QuantScheme.parse(text)
@@ -111,7 +100,7 @@ def test_activations_are_written_on_the_weight():
 # --- int8 rows: the specification again, in plain Python ---
 
 
-def row_by_hand(x: list[float]) -> tuple[list[int], float]:
+def row_by_hand(x):
     f32 = lambda v: torch.tensor(v, dtype=torch.float32).item()  # noqa: E731
     a = max(abs(v) for v in x)
     if any(math.isnan(v) for v in x) or math.isinf(a):
@@ -143,7 +132,7 @@ def test_rows_of_int8_by_example():
 # --- fp8 rows ---
 
 
-def fp8_row_by_hand(x: list[float]) -> list[float]:
+def fp8_row_by_hand(x):
     """The nearest multiples of the scale with e4m3's values, by search."""
     a = max(abs(v) for v in x)
     if any(math.isnan(v) for v in x) or math.isinf(a):
@@ -191,7 +180,7 @@ def test_what_stays_dense_has_no_integer_activations():
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "eval.jsonl"
 
 
-def test_losses_are_those_of_the_records() -> None:
+def test_losses_are_those_of_the_records():
     measured = {}
     for line in RECORDS.read_text().splitlines():
         r = json.loads(line)
@@ -205,9 +194,21 @@ def test_losses_are_those_of_the_records() -> None:
     ("asked", "near"),
     [("w4a8-g64", "w4a8"), ("w4a8-qoq", "w4a8"), ("w4a16-asym,lm_head=bf16", "w4a16-g64-asym"), ("w8a8-g32", "w8a8")],
 )
-def test_others_are_estimated_by_the_most_similar(asked: str, near: str) -> None:
+def test_others_are_estimated_by_the_most_similar(asked, near):
     assert f"{LOSSES[near]:.2f}" in likely(QuantScheme.parse(asked))
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_what_was_not_measured_is_said():
     assert "not measured" in likely(QuantScheme.parse("q6_k"))
+
+
+def test_tensors_of_an_arena_are_apart():
+    arena, cpu = Arena(), torch.device("cpu")
+    shapes = [(3,), (5, 7), (SHARED // 8,), (SHARED // 8,), (SHARED // 5, 2), (1,)]  # one is too large to share
+    taken = [arena.take(shape, torch.float32 if i % 2 else torch.uint8, cpu) for i, shape in enumerate(shapes)]
+    del arena
+    for i, x in enumerate(taken):
+        x.fill_(i)
+    assert [tuple(x.shape) for x in taken] == shapes
+    assert all(bool((x == i).all()) for i, x in enumerate(taken))
+    assert all(x.data_ptr() % LINE == 0 for x in taken)

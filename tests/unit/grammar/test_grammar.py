@@ -1,32 +1,27 @@
 """Grammars: texts contain only what is allowed, and are the same with and without drafts for the same seed."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
-from lawkit import EOS, MODEL_VOCAB, Pair, TreeDrafter, assert_nothing_left, finished, knowing, make_engine
+from lawkit import EOS, MODEL_VOCAB, Pair, assert_nothing_left, finished, make_engine
 
-from sameseed.drafters._eagle_guesses import Guesses
-from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
 from sameseed.grammar import Choice, Vocabulary
-from sameseed.request import Completion, FinishReason, Grammar, Request, SamplingParams, Sequence
+from sameseed.request import FinishReason, Request, SamplingParams
 from sameseed.server.text import vocabulary as vocabulary_of
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 
 
 @pytest.fixture
-def vocabulary(pair: Pair) -> Vocabulary:
+def vocabulary(pair):
     return vocabulary_of(pair.tokenizer, MODEL_VOCAB, [EOS])
 
 
-def write(engine: Engine, grammar: Grammar | None, params: SamplingParams, seeds: range) -> list[Completion]:
+def write(engine, grammar, params, seeds):
     for seed in seeds:
         engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=grammar))
     done = finished(engine)
@@ -34,12 +29,12 @@ def write(engine: Engine, grammar: Grammar | None, params: SamplingParams, seeds
     return [done[str(seed), 0] for seed in seeds]
 
 
-def test_masks(vocabulary: Vocabulary) -> None:
+def test_masks(vocabulary):
     grammar = Choice(["ab", "a", "b你"], vocabulary)
     by_bytes = {p: t for t, p in enumerate(vocabulary.pieces) if p}
     a, b = by_bytes[b"a"], by_bytes[b"b"]
 
-    def allowed(output: list[int], path: list[int]) -> set[int]:
+    def allowed(output, path):
         return set(np.flatnonzero(grammar.allowed(output, path)).tolist())
 
     assert {a, b} <= allowed([], [])
@@ -52,31 +47,7 @@ def test_masks(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("logprobs", [None, 2])
-def test_drafts_change_nothing(
-    reference_pair: Pair, vocabulary: Vocabulary, temperature: float, logprobs: int | None
-) -> None:
-    grammar = Choice(CHOICES, vocabulary)
-    params = SamplingParams(max_tokens=20, temperature=temperature, logprobs=logprobs)
-    seeds = range(12)
-    plain = write(make_engine(reference_pair), grammar, params, seeds)
-    assert {c.text for c in plain} <= set(CHOICES)
-    assert {c.finish_reason for c in plain} == {FinishReason.STOP}
-    prompts = [c.prompt_token_ids for c in plain]
-    tree = TreeDrafter(knowing(prompts, [c.token_ids for c in plain]), MODEL_VOCAB, seed=3)
-    drafters: list[dict[str, Any]] = [{"method": "draft_model"}, {"method": "ngram"}, {"drafter": tree, "k": 8}]
-    accepted = 0
-    for drafter in drafters:
-        drafted = write(make_engine(reference_pair, seqs=4, **drafter), grammar, params, seeds)
-        assert [(c.token_ids, c.logprobs) for c in drafted] == [(c.token_ids, c.logprobs) for c in plain]
-        accepted += sum(c.metrics.spec.num_accepted_tokens for c in drafted)
-    assert accepted > 5
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_copy_of_the_target_guesses_only_what_the_grammar_allows(
-    pair: Pair, vocabulary: Vocabulary, temperature: float
-) -> None:
+def test_a_copy_of_the_target_guesses_only_what_the_grammar_allows(pair, vocabulary, temperature):
     grammar = Choice(CHOICES, vocabulary)
     params = SamplingParams(max_tokens=20, temperature=temperature)
     plain = write(make_engine(pair), grammar, params, range(12))
@@ -86,21 +57,13 @@ def test_a_copy_of_the_target_guesses_only_what_the_grammar_allows(
     assert not engine.drafter._guides
 
 
-def test_every_choice_can_be_made(pair: Pair, vocabulary: Vocabulary) -> None:
+def test_every_choice_can_be_made(pair, vocabulary):
     hot = SamplingParams(max_tokens=20, temperature=8.0)
     counts = Counter(c.text for c in write(make_engine(pair, seqs=32), Choice(CHOICES, vocabulary), hot, range(120)))
     assert set(counts) == set(CHOICES)
 
 
-def test_neighbours_without_a_grammar_do_not_notice(pair: Pair, vocabulary: Vocabulary) -> None:
-    params = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True)
-    alone = write(make_engine(pair), None, params, range(1))[0]
-    engine = make_engine(pair)
-    engine.add(Request("other", (9, 9), SamplingParams(max_tokens=9), 1, grammar=Choice(CHOICES, vocabulary)))
-    assert write(engine, None, params, range(1))[0].token_ids == alone.token_ids
-
-
-def test_masks_are_those_of_every_choice_on_its_own() -> None:
+def test_masks_are_those_of_every_choice_on_its_own():
     """The masks equal those of each choice by itself: sorting and shared prefixes only save work."""
     rng = random.Random(0)
     pieces = sorted({bytes(rng.choices(b"ab\xc3", k=rng.randint(0, 7))) for _ in range(90)})
@@ -118,12 +81,12 @@ def test_masks_are_those_of_every_choice_on_its_own() -> None:
                 for t in range(len(vocabulary.pieces))
                 if (t in vocabulary.eos_token_ids if c == written else _may(vocabulary, t, c[len(written) :]))
             }
-            grammar._vocabulary.spell = lambda tokens, w=written: w  # type: ignore[method-assign, misc]
+            grammar._vocabulary.spell = lambda tokens, w=written: w
             for _ in range(2):
                 assert set(np.flatnonzero(grammar.allowed((), ())).tolist()) == expected
 
 
-def _may(vocabulary: Vocabulary, token: int, text: bytes) -> bool:
+def _may(vocabulary, token, text):
     piece = vocabulary.pieces[token]
     return bool(piece) and token not in vocabulary.eos_token_ids and text.startswith(piece)
 
@@ -131,17 +94,17 @@ def _may(vocabulary: Vocabulary, token: int, text: bytes) -> bool:
 class GivesUp:
     """A grammar that allows everything; its readers, except the first, fail after `num_left` questions."""
 
-    def __init__(self, num_left: int | None, error: Exception) -> None:
+    def __init__(self, num_left, error):
         self.num_left, self.error, self.first = num_left, error, True
 
-    def allowed(self, output: Any, path: Any) -> Any:
+    def allowed(self, output, path):
         if not self.first and self.num_left is not None:
             if not self.num_left:
                 raise self.error
             self.num_left -= 1
         return np.ones(MODEL_VOCAB, np.bool_)
 
-    def another(self) -> GivesUp:
+    def another(self):
         """A reader that fails."""
         made = GivesUp(self.num_left, self.error)
         made.first = False
@@ -150,13 +113,11 @@ class GivesUp:
 
 @pytest.mark.parametrize("error", [RequestError("too long"), RuntimeError("broken")])
 @pytest.mark.parametrize("method", ["draft_model", "cascade"])
-def test_a_drafter_whose_grammar_fails_goes_on(
-    reference_pair: Pair, method: str, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_whose_grammar_fails_goes_on(reference_pair, method, error, caplog):
     """Only its own drafts may fail in a round; other requests lose none, and nothing is logged."""
     params = SamplingParams(max_tokens=30, ignore_eos=True)
 
-    def run(num_left: int | None) -> dict[str, Completion]:
+    def run(num_left):
         engine = make_engine(reference_pair, method=method, k=3)
         engine.add(Request("free", (40, 50), params, 1))
         engine.add(Request("bound", (41, 50), params, 2, grammar=GivesUp(num_left, error)))
@@ -173,15 +134,7 @@ def test_a_drafter_whose_grammar_fails_goes_on(
     assert not caplog.records
 
 
-def test_a_head_guesses_nothing_where_the_grammar_is_given_up() -> None:
-    seq = Sequence(0, [1], SamplingParams(), 1)
-    seq.grammar = GivesUp(0, RequestError("too long")).another()
-    logits = np.zeros((1, 9), np.float32)
-    tokens, log_probs = Guesses(None, 9, ()).adjusted(logits, seq, [[]], 3)
-    assert tokens.shape == log_probs.shape == (1, 3) and (log_probs == -np.inf).all()
-
-
-def test_a_text_whose_grammar_is_given_up_ends_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_whose_grammar_is_given_up_ends_alone(pair, caplog):
     engine = make_engine(pair)
     engine.add(Request("bound", (9, 9), SamplingParams(), 1, grammar=GivesUp(3, RequestError("too long")).another()))
     other = write(engine, None, SamplingParams(max_tokens=9), range(1))[0]
@@ -189,5 +142,5 @@ def test_a_text_whose_grammar_is_given_up_ends_alone(pair: Pair, caplog: pytest.
     assert [(r.levelname, r.exc_info) for r in caplog.records] == [("WARNING", None)]
 
 
-def test_bytes_end_with_the_first_end_token() -> None:
+def test_bytes_end_with_the_first_end_token():
     assert Vocabulary([b"a", b"<end>", b"b"], [1]).spell([0, 2, 1, 0]) == b"ab"

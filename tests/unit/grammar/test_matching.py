@@ -1,14 +1,10 @@
 """Texts of a grammar: masks along drafts equal those of a naive reader, and drafts change no text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 import re
 import time
-from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ from lawkit import (
     EOS,
     MODEL_VOCAB,
     TOKENIZER_SIZE,
-    Pair,
     TreeDrafter,
     assert_nothing_left,
     finished,
@@ -27,12 +22,10 @@ from lawkit import (
 )
 
 from sameseed.drafters._shadow import Shadow
-from sameseed.engine.engine import Engine
 from sameseed.engine.overlap import Overlap
 from sameseed.errors import RequestError
-from sameseed.grammar import Vocabulary
-from sameseed.grammar.matching import Matched, Matching
-from sameseed.request import Completion, FinishReason, Request, SamplingParams, Sequence
+from sameseed.grammar.matching import Matching
+from sameseed.request import FinishReason, Request, SamplingParams, Sequence
 from sameseed.server.text import vocabulary as vocabulary_of
 
 PERSON = {
@@ -48,25 +41,23 @@ PATTERN = r"a(b|bc){0,2}d?[ef]"
 
 
 @pytest.fixture(scope="module")
-def vocabulary(pair: Pair) -> Vocabulary:
+def vocabulary(pair):
     return vocabulary_of(pair.tokenizer, MODEL_VOCAB, [EOS])
 
 
 @pytest.fixture(scope="module")
-def words(vocabulary: Vocabulary) -> Matching:
+def words(vocabulary):
     return Matching(vocabulary)
 
 
 @pytest.fixture(scope="module")
-def person(words: Matching) -> Any:
+def person(words):
     return words.language(words.compiled("json", json.dumps(PERSON)))
 
 
-def write(
-    engine: Engine, words: Matching, grammar: Any, params: SamplingParams, seeds: Seq[int], alone: bool = False
-) -> list[Completion]:
+def write(engine, words, grammar, params, seeds, alone=False):
     """One text per seed, each with its own copy of the grammar."""
-    done: dict[tuple[str, int], Completion] = {}
+    done = {}
     for seed in seeds:
         engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=words.matched(grammar)))
         if alone:
@@ -76,7 +67,7 @@ def write(
     return [done[str(seed), 0] for seed in seeds]
 
 
-def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabulary) -> None:
+def test_masks_are_those_of_a_naive_reader(words, vocabulary):
     """Masks of a language small enough to list all of it, asked for in any order."""
     language = {
         "".join(c).encode()
@@ -91,7 +82,7 @@ def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabula
 
     @given(st.lists(st.sampled_from([*tokens, EOS]), max_size=6), st.integers(0, 6))
     @settings(max_examples=150)
-    def check(path: list[int], known: int) -> None:
+    def check(path, known):
         mask = grammar.allowed(path[:known], path[known:])
         text = vocabulary.spell(path)
         expected = {EOS} if text in language else set()
@@ -104,10 +95,10 @@ def test_masks_are_those_of_a_naive_reader(words: Matching, vocabulary: Vocabula
 
 @given(data=st.data())
 @settings(max_examples=40)
-def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, data: st.DataObject) -> None:
+def test_what_was_asked_before_leaves_no_trace(words, person, data):
     """Questions along any tree in any order: each answer equals that of a new reader."""
     asked = words.matched(person)
-    paths: list[list[int]] = [[]]
+    paths = [[]]
     for _ in range(data.draw(st.integers(1, 12))):
         path = data.draw(st.sampled_from(paths))
         mask = asked.allowed(path[: len(path) // 2], path[len(path) // 2 :])
@@ -118,11 +109,11 @@ def test_what_was_asked_before_leaves_no_trace(words: Matching, person: Any, dat
         paths.append([*path, chosen])
 
 
-def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
+def test_any_object(words, vocabulary):
     language = words.language(words.compiled("object", ""))
     tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
 
-    def ends(text: str) -> bool:
+    def ends(text):
         return bool(words.matched(language).allowed([tokens[bytes([b])] for b in text.encode()], ())[EOS])
 
     assert all(map(ends, ("{}", '{"a":1}', '{ "a" : [1, {"b": "\\u00e9\\n"}], "c": -0.5e3, "d":null}', '{"für":"你"}')))
@@ -130,7 +121,7 @@ def test_any_object(words: Matching, vocabulary: Vocabulary) -> None:
     assert not any(map(ends, wrong))
 
 
-def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None:
+def test_only_tokens_that_write(words, vocabulary):
     """Even if any text is allowed, special tokens and ids beyond the tokenizer are not."""
     mask = words.matched(words.language(words.compiled("regex", r"[\s\S]*"))).allowed((), ())
     assert mask[EOS] and not mask[TOKENIZER_SIZE:].any()
@@ -156,9 +147,7 @@ def test_only_tokens_that_write(words: Matching, vocabulary: Vocabulary) -> None
         ("grammar", f"root ::= Token({TOKENIZER_SIZE})", "no text"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
-    words: Matching, kind: str, source: str, why: str | tuple[str, ...]
-) -> None:
+def test_what_cannot_be_followed_is_refused(words, kind, source, why):
     """The words are xgrammar's: a schema that refers to itself alone is refused by 0.2.9, and has no text before."""
     with pytest.raises(RequestError) as caught:
         grammar = words.language(words.compiled(kind, source))
@@ -170,12 +159,12 @@ def test_what_cannot_be_followed_is_refused(
     assert ".cc" not in said and "/" not in said[:40]
 
 
-def spec(name: str, tree: TreeDrafter) -> dict[str, Any]:
+def spec(name, tree):
     return {"drafter": tree, "k": 24, "rows": 256} if name == "tree" else {"method": name}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_drafts_change_nothing(pair: Pair, words: Matching, person: Any, temperature: float) -> None:
+def test_drafts_change_nothing(pair, words, person, temperature):
     """Law 1 under a grammar, for every drafter and for random trees, alone and in a batch."""
     params = SamplingParams(max_tokens=90, temperature=temperature, logprobs=1, logit_bias={1 + ord('"') - 33: 3.0})
     seeds = range(6)
@@ -193,7 +182,7 @@ def test_drafts_change_nothing(pair: Pair, words: Matching, person: Any, tempera
     assert accepted["tree"] > 20 and accepted["draft_model"] > 5, accepted
 
 
-def valid(value: dict[str, Any]) -> None:
+def valid(value):
     assert {"name", "age"} <= value.keys() <= PERSON["properties"].keys()
     assert isinstance(value["name"], str) and len(value["name"]) <= 12
     assert isinstance(value["age"], int) and 0 <= value["age"] <= 150
@@ -201,7 +190,7 @@ def valid(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("after", range(3))
-def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Matching, person: Any, after: int) -> None:
+def test_a_drafter_that_guesses_while_the_target_checks(pair, words, person, after):
     """Drafter and target read the text at the same time in two threads, each with its own matcher."""
     params = SamplingParams(max_tokens=60, temperature=1.2)
     seeds = range(20 * after, 20 * after + 6)
@@ -220,11 +209,11 @@ def test_a_drafter_that_guesses_while_the_target_checks(pair: Pair, words: Match
 class Tireless(Overlap):
     """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
 
-    def fits(self, seconds: float) -> bool:
+    def fits(self, seconds):
         return True
 
 
-FEATURES: list[dict[str, Any]] = [
+FEATURES = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 2},
     {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3, "n": 2},
     {"temperature": 1.2, "top_k": 9, "min_p": 0.02, "logprobs": 0, "n": 2},
@@ -235,15 +224,15 @@ FORMS = [("json", json.dumps(PERSON)), ("regex", PATTERN), ("object", ""), ("gra
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "draft_model", "eagle", "cascade", "tree"])
-def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: str) -> None:
+def test_every_pair_of_feature_and_grammar(pair, words, name):
     """Every pair of sampling feature and kind of grammar, in one batch: no request fails, no text changes."""
     asked = [
         (SamplingParams(max_tokens=24, **feature), words.language(words.compiled(*form)))
         for feature, form in itertools.product(FEATURES, FORMS)
     ]
 
-    def everything(engine: Engine, alone: bool) -> list[Any]:
-        done: dict[tuple[str, int], Completion] = {}
+    def everything(engine, alone):
+        done = {}
 
         for i, (params, language) in enumerate(asked):
             for index in range(params.n):
@@ -264,27 +253,25 @@ def test_every_pair_of_feature_and_grammar(pair: Pair, words: Matching, name: st
 class Failing:
     """Raises an error after `after` tokens."""
 
-    def __init__(self, whole: Matched, after: int) -> None:
+    def __init__(self, whole, after):
         self.whole, self.after = whole, after
 
-    def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
+    def allowed(self, output, path):
         if len(output) + len(path) >= self.after:
             raise RuntimeError("the matcher broke")
         return self.whole.allowed(output, path)
 
-    def another(self) -> Failing:
+    def another(self):
         return self
 
 
 @pytest.mark.failing_drafter
 @pytest.mark.parametrize("method", ["none", "draft_model", "eagle"])
-def test_a_grammar_that_fails_ends_its_request_alone(
-    pair: Pair, words: Matching, person: Any, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_grammar_that_fails_ends_its_request_alone(pair, words, person, method, caplog):
     params = SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)
     bound = SamplingParams(max_tokens=30, temperature=1.0)
 
-    def neighbours(engine: Engine, broken: bool) -> dict[str, Completion]:
+    def neighbours(engine, broken):
         engine.add(Request("free", (9, 8), params, 1))
         engine.add(Request("bound", (9, 7), bound, 2, grammar=words.matched(person)))
         if broken:
@@ -301,7 +288,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert {k: c.token_ids for k, c in beside.items()} == {k: c.token_ids for k, c in alone.items()}
 
 
-def test_ambiguity_ends_within_its_allowance(words: Matching, vocabulary: Vocabulary) -> None:
+def test_ambiguity_ends_within_its_allowance(words, vocabulary):
     """In this grammar, the number of readings of a text grows without bound, so each token takes longer."""
     grammar = words.matched(words.language(words.compiled("grammar", 'root ::= root root | "a" | ""')))
     letter = vocabulary.pieces.index(b"a")

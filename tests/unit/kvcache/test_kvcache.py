@@ -1,16 +1,13 @@
 """The cache: storage and memory; keys and values in two formats; far tokens in another; shared prefixes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from fixtures_ops import randn as noise
-from lawkit import Pair, make_engine, random_prompts, run, texts
+from lawkit import make_engine, random_prompts, run, texts
 from proof.mutants import toy_subject
 
 from sameseed import scheme
@@ -35,13 +32,11 @@ SHAPE = ([(2, 8)] * 3, 5, 4)  # KV heads and head size of each layer, blocks, bl
 @pytest.mark.parametrize(
     ("format", "dtype", "scaled"),
     [
-        ("fp32", torch.float32, False),
-        ("bf16", torch.bfloat16, False),
-        ("fp16", torch.float16, False),
+        ("fp32", torch.float32, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, False),
         ("int8", torch.int8, True),
     ],
-)
-def test_storage(format: str, dtype: torch.dtype, scaled: bool) -> None:
+)  # fmt: skip
+def test_storage(format, dtype, scaled):
     cache = KVCache(*SHAPE, format)
     assert len(cache.layers) == 3
     for i in range(3):
@@ -58,12 +53,12 @@ def test_storage(format: str, dtype: torch.dtype, scaled: bool) -> None:
     assert cache.nbytes == 2 * 3 * 20 * a_row
 
 
-def test_long_layers_begin_huge_pages_at_different_rows() -> None:
+def test_long_layers_begin_huge_pages_at_different_rows():
     cache = KVCache([(2, 64)] * 30, 1024, 16, "bf16")  # 4 MiB each, of which nothing is in memory
     assert len({layer.k.data_ptr() % 2**21 // 2**14 for layer in cache.layers}) == 30
 
 
-def test_layers_may_differ_in_shape() -> None:
+def test_layers_may_differ_in_shape():
     cache = KVCache([(2, 8), (1, 16), (2, 8)], 5, 4)
     assert [layer.k.shape[2:] for layer in cache.layers] == [(2, 8), (1, 16), (2, 8)]
     assert [len(layers) for _, layers in cache.stacks] == [2, 1]
@@ -76,12 +71,12 @@ BAD |= {"bf16/nf4": "cache", "bf16+nf4": "cache", "bf16+int4+int4": "int4"}
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_formats_that_no_cache_has_are_refused(name: str, pair_folders: tuple[Path, Path]) -> None:
+def test_formats_that_no_cache_has_are_refused(name, pair_folders):
     with pytest.raises((ConfigError, RegistryError), match=BAD[name]):
         LLM(str(pair_folders[0]), kv_format=name)
 
 
-def resident() -> int:
+def resident():
     """Bytes of this process in memory."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGESIZE")
@@ -89,7 +84,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize("format", ["fp32", "int8", "int4", "int8/bf16", "bf16+int4"])
-def test_rows_take_memory_once_they_are_stored(format: str) -> None:
+def test_rows_take_memory_once_they_are_stored(format):
     before = resident()
     cache = KVCache([(8, 64)] * 4, 8192, 16, format)
     assert cache.nbytes > 200 * MIB
@@ -105,7 +100,7 @@ def test_rows_take_memory_once_they_are_stored(format: str) -> None:
 PAIRS = ["int8/bf16", "bf16/int4", "fp8_e4m3/fp32", "int4/int8"]
 
 
-def test_one_name_is_both() -> None:
+def test_one_name_is_both():
     assert [f.name for f in scheme.kv_formats("int8")] == ["int8", "int8"]
     assert [f.name for f in scheme.kv_formats("int8/bf16")] == ["int8", "bf16"]
     assert scheme.cache_format("int8/int8", "bf16") == "int8", "kernels know it by one name"
@@ -115,7 +110,7 @@ def test_one_name_is_both() -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_each_half_is_stored_in_its_own(name: str) -> None:
+def test_each_half_is_stored_in_its_own(name):
     keys, values = name.split("/")
     both = KVCache([(2, 32)], 4, 8, name)
     assert both.nbytes == sum(KVCache([(2, 32)], 4, 8, half).nbytes for half in (keys, values)) // 2
@@ -133,7 +128,7 @@ def test_each_half_is_stored_in_its_own(name: str) -> None:
     assert k[9].equal(k[3]) and v[9].equal(v[3])
 
 
-def test_memory_is_that_of_both_halves(pair_folders: tuple[Path, Path]) -> None:
+def test_memory_is_that_of_both_halves(pair_folders):
     config = read_config(pair_folders[0])
     apart, eight, sixteen = (block_bytes(config, name, 16) for name in ("int8/bf16", "int8", "bf16"))
     assert apart == (eight + sixteen) // 2
@@ -143,7 +138,7 @@ NAMES = ["bf16+int4", "bf16+int8", "int8+int4", "bf16+int4/bf16", "int8/bf16+int
 
 
 @pytest.mark.parametrize("length", [1, 191, 192, 223, 224, 400])
-def test_what_is_far(length: int) -> None:
+def test_what_is_far(length):
     """Near are the first 32 tokens, and groups of 32 that hold one of the last 128; all others are far."""
     keys, values = scheme.kv_formats("fp32+int4")
     x = noise(length, 2, 8)
@@ -155,7 +150,7 @@ def test_what_is_far(length: int) -> None:
             assert keys.seen(x[first:], first, length).equal(keys.seen(x, 0, length)[first:])
 
 
-def test_keys_are_rounded_by_channel_and_values_by_token() -> None:
+def test_keys_are_rounded_by_channel_and_values_by_token():
     keys, values = scheme.kv_formats("fp32+int8")
     x = noise(224, 1, 16)
     x[:, :, 3] *= 100.0  # keys have channels like this
@@ -169,7 +164,7 @@ def test_keys_are_rounded_by_channel_and_values_by_token() -> None:
     assert (k - x)[32:64][..., small].norm() < 0.1 * (v - x)[32:64][..., small].norm()
 
 
-def test_channels_far_from_zero_keep_their_range_in_4_bits() -> None:
+def test_channels_far_from_zero_keep_their_range_in_4_bits():
     keys, _ = scheme.kv_formats("fp32+int4")
     x = noise(192, 1, 16) + 50.0 * noise(16, seed=1)
     error = (keys.seen(x, 0, 192) - x)[32:64].abs()
@@ -179,7 +174,7 @@ def test_channels_far_from_zero_keep_their_range_in_4_bits() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_is_that_of_the_near_ones(name: str, pair_folders: tuple[Path, Path]) -> None:
+def test_memory_is_that_of_the_near_ones(name, pair_folders):
     """Far tokens are stored like near ones: the format neither saves memory yet, nor takes more."""
     near = "/".join(half.partition("+")[0] for half in name.split("/"))
     config = read_config(pair_folders[0])
@@ -188,7 +183,7 @@ def test_memory_is_that_of_the_near_ones(name: str, pair_folders: tuple[Path, Pa
 
 
 @pytest.mark.parametrize("name", ["bf16+int4", "int8/bf16+int8"])
-def test_attention_is_the_textbooks_and_knows_no_company(name: str, pair_folders: tuple[Path, Path]) -> None:
+def test_attention_is_the_textbooks_and_knows_no_company(name, pair_folders):
     """Laws 4 and 1: other sequences, shuffled blocks of any size, passes of 1 to 64 rows."""
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]), kv=name)
     for what, got, wanted, bound in closeness._attention(subject):
@@ -198,7 +193,7 @@ def test_attention_is_the_textbooks_and_knows_no_company(name: str, pair_folders
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature: float, pair: Pair) -> None:
+def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature, pair):
     """Law 1, for texts long enough to have far tokens that change the text."""
     one = random_prompts(1, seed=5, longest=1)[0]
     prompts = [(p * 40)[:n] for p, n in zip(random_prompts(4, seed=6, longest=30)[1:], (186, 205, 225))] + [one]
@@ -214,7 +209,7 @@ def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature: float, pai
 
 
 @pytest.mark.parametrize("window", [1, 150, 170, 231])
-def test_under_a_window_groups_stay_where_they_are(window: int) -> None:
+def test_under_a_window_groups_stay_where_they_are(window):
     """If a window begins within a group of 32, its tokens share scales with tokens outside the window."""
     name, length = "bf16+int4", 300
     layer = KVCache([(2, 16)], 20, 16, name).layers[0]
@@ -233,11 +228,11 @@ def test_under_a_window_groups_stay_where_they_are(window: int) -> None:
 SIZE = 4
 
 
-def sequence(tokens: list[int]) -> Sequence:
+def sequence(tokens):
     return Sequence(0, tokens, SamplingParams(), 0)
 
 
-def computed(blocks: BlockManager, tokens: list[int]) -> Sequence:
+def computed(blocks, tokens):
     """A sequence whose rows are all certain and stored."""
     seq = sequence(tokens)
     assert blocks.reserve(seq, len(seq))
@@ -246,15 +241,15 @@ def computed(blocks: BlockManager, tokens: list[int]) -> Sequence:
     return seq
 
 
-def test_an_equal_digest_is_not_believed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike: Any = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: b"the same"))
+def test_an_equal_digest_is_not_believed_alone(monkeypatch):
+    alike = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: b"the same"))
     monkeypatch.setattr(prefix, "hashlib", alike)
     blocks = BlockManager(10, SIZE)
     computed(blocks, [1, 2, 3, 4, 5])
     assert blocks.adopt(sequence([9, 9, 9, 9, 5])) == 0
 
 
-def test_the_block_unused_for_longest_goes_first_and_ends_before_beginnings() -> None:
+def test_the_block_unused_for_longest_goes_first_and_ends_before_beginnings():
     blocks = BlockManager(4, SIZE)
     old, new = computed(blocks, [1] * 8), computed(blocks, [2] * 8)
     order = [old.blocks[1], old.blocks[0], new.blocks[1], new.blocks[0]]
@@ -271,7 +266,7 @@ def test_the_block_unused_for_longest_goes_first_and_ends_before_beginnings() ->
     assert blocks.adopt(sequence([2] * 9)) == 0
 
 
-def test_a_text_that_went_on_otherwise_is_known_as_it_is_now() -> None:
+def test_a_text_that_went_on_otherwise_is_known_as_it_is_now():
     """Tokens in the middle of a block are taken back, as from a drafter's copy of a sequence."""
     blocks = BlockManager(10, SIZE)
     seq = computed(blocks, [1] * 8)
@@ -283,14 +278,14 @@ def test_a_text_that_went_on_otherwise_is_known_as_it_is_now() -> None:
     assert blocks.adopt(sequence([1] * 6 + [2] * 3)) == 8
 
 
-def test_what_nobody_may_share_is_never_known() -> None:
+def test_what_nobody_may_share_is_never_known():
     blocks = BlockManager(10, SIZE, shares=False)
     computed(blocks, [1, 2, 3, 4, 5])
     assert blocks.adopt(sequence([1, 2, 3, 4, 5])) == 0
     assert len(blocks.prefixes) == 0
 
 
-def test_the_block_freed_last_is_taken_first() -> None:
+def test_the_block_freed_last_is_taken_first():
     blocks, a, b = BlockManager(4, 1), sequence([1]), sequence([1])
     blocks.reserve(a, 3)
     last = a.blocks[-1]

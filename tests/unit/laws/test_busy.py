@@ -1,9 +1,5 @@
 """Busy engines: what the checks of aborts, shared prefixes, scores and ties look at, and what they notice."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence as Seq
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +11,8 @@ from proof.mutants import toy_subject
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.kvcache.prefix import Prefixes
 from sameseed.laws import busy, trial
-from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
+from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Effort, run_check
 from sameseed.laws.logits import cache_rows
-from sameseed.laws.subject import Subject
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import verify
 from sameseed.tokenizer import Tokenizer
@@ -26,15 +21,15 @@ QUICK = Effort(1e-9)
 
 
 @pytest.fixture
-def subject(pair_folders: tuple[Path, Path]) -> Subject:
+def subject(pair_folders):
     return toy_subject(Tokenizer.from_folder(pair_folders[0]))
 
 
-def looked(check: Check, subject: Subject) -> Result:
+def looked(check, subject):
     return run_check(check, subject, QUICK)
 
 
-def test_requests_are_aborted_at_every_stage(subject: Subject) -> None:
+def test_requests_are_aborted_at_every_stage(subject):
     result = looked(busy.coming_and_going, subject)
     assert result.status == PASSED, (result.found.findings, result.found.lacking)
     assert all(result.found.sizes[f"aborted_{stage}"] for stage in busy.STAGES)
@@ -42,11 +37,11 @@ def test_requests_are_aborted_at_every_stage(subject: Subject) -> None:
     assert not subject.leaks and subject.metrics.num_draft_tokens
 
 
-def test_rows_of_another_tenant_are_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_tenant_are_told(subject, monkeypatch):
     assert looked(busy.beginnings, subject).status == PASSED
     own = Prefixes._digests
 
-    def shared(self: Prefixes, seq: Sequence, count: int) -> list[bytes]:
+    def shared(self, seq, count):
         seq.tenant = ""
         return own(self, seq, count)
 
@@ -55,13 +50,13 @@ def test_rows_of_another_tenant_are_told(subject: Subject, monkeypatch: pytest.M
     assert result.status == FAILED and "rows taken over" in result.found.findings[0].where
 
 
-def test_without_a_prefix_cache_nothing_is_shown_of_it(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_prefix_cache_nothing_is_shown_of_it(subject, monkeypatch):
     monkeypatch.setattr(Prefixes, "find", lambda self, seq, first: [])
     result = looked(busy.beginnings, subject)
     assert result.status == NOT_SHOWN and "reused tokens: 0" in result.found.lacking[0]
 
 
-def test_scores_of_another_row_are_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_another_row_are_told(subject, monkeypatch):
     assert looked(busy.scores, subject).status == PASSED
     right = verify.token_logprob
     monkeypatch.setattr(
@@ -71,11 +66,11 @@ def test_scores_of_another_row_are_told(subject: Subject, monkeypatch: pytest.Mo
     assert result.status == FAILED and result.found.statistic["too_far"] > 10, "though all engines agree"
 
 
-def test_the_second_of_equals_is_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_equals_is_told(subject, monkeypatch):
     assert looked(ties.equal_logits, subject).status == PASSED
     right = verify._argmax
 
-    def last(table):  # type: ignore[no-untyped-def]
+    def last(table):
         best, finite = right(table)
         return ([b + 1 for b in best], finite) if len(table) > 3 else (best, finite)
 
@@ -83,12 +78,12 @@ def test_the_second_of_equals_is_told(subject: Subject, monkeypatch: pytest.Monk
     assert looked(ties.equal_logits, subject).status == FAILED
 
 
-def test_the_cache_of_a_draft_is_looked_at(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_draft_is_looked_at(subject, monkeypatch):
     result = looked(cache_rows, subject)
     assert result.status == PASSED and result.found.sizes["draft_rows"] > 10
     shadows = trial.shadows
 
-    def spoilt(drafter: object, seq: Sequence) -> Seq[tuple[object, Sequence]]:
+    def spoilt(drafter, seq):
         found = shadows(drafter, seq)
         for level, shadow in found:
             level.runner.cache.layers[0].k[shadow.blocks[0], 0] += 1
@@ -99,7 +94,7 @@ def test_the_cache_of_a_draft_is_looked_at(subject: Subject, monkeypatch: pytest
     assert result.status == FAILED and "the cache of DraftModelDrafter" in result.found.findings[0].where
 
 
-def test_a_head_has_no_sequence_of_its_own_to_look_at() -> None:
+def test_a_head_has_no_sequence_of_its_own_to_look_at():
     """A head's cache holds rows made from the target's hidden states, so only texts can show a mistake in it."""
     contexts = Contexts(cast(Any, None), 1, 1)
     assert trial.shadows(SimpleNamespace(followers=contexts), Sequence(1, [1], SamplingParams(), 0)) == []

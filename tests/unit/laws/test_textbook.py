@@ -1,18 +1,15 @@
 """The textbook as oracle: it agrees with the engine in every format, and notices mistakes of plain decoding too."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import pytest
 from proof.mutants import MUTANTS, toy_subject
 
 from sameseed.errors import RequestError
-from sameseed.grammar import Vocabulary
-from sameseed.grammar.matching import Matching
 from sameseed.laws import oracle, textbook, trees
 from sameseed.laws.check import PASSED, Effort, run_check
+from sameseed.laws.statistics import ALPHA, chi_square_tail, g_test, marginal, target_law
 from sameseed.request import SamplingParams
 from sameseed.spec.sampling import gumbel_noise
 from sameseed.tokenizer import Tokenizer
@@ -24,14 +21,14 @@ SHARED = ("noise ignores the position", "the temperature is applied twice", "one
 @pytest.mark.parametrize(
     ("weights", "kv"), [("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("fp8-a8", "auto"), ("bf16-a16", "auto")]
 )
-def test_texts_are_the_textbooks(pair_folders: tuple[Path, Path], weights: str, kv: str) -> None:
+def test_texts_are_the_textbooks(pair_folders, weights, kv):
     result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
     assert result.status == PASSED, result.found.findings
     assert result.found.sizes["tokens"] > 300 and result.found.sizes["largest_tree"] > 40
     assert result.found.statistic["near_ties"] <= (0 if kv == "fp32" else 50), "counted, and few"
 
 
-def test_texts_are_read_in_portions(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_read_in_portions(pair_folders, monkeypatch):
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
     whole = run_check(oracle.texts, subject, Effort(1e-9)).found
     monkeypatch.setattr(oracle, "PORTION", 1)  # one text at a time
@@ -42,19 +39,19 @@ def test_texts_are_read_in_portions(pair_folders: tuple[Path, Path], monkeypatch
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_mistake_that_all_texts_share_is_noticed(pair_folders: tuple[Path, Path], name: str) -> None:
+def test_a_mistake_that_all_texts_share_is_noticed(pair_folders, name):
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]), kv="fp32")
     with next(m for m in MUTANTS if m.name == name).alive():
         found = run_check(oracle.texts, subject, Effort(1e-9)).found
     assert found.findings and not found.unfinished
 
 
-def test_the_noise_is_the_samplers() -> None:
+def test_the_noise_is_the_samplers():
     for seed, position in ((0, 0), (7, 100), (2**63 - 1, 3)):
         assert np.array_equal(textbook.gumbel(seed, position, 50), gumbel_noise(seed, position, np.arange(50)))
 
 
-def test_a_near_tie_is_told_from_a_mistake() -> None:
+def test_a_near_tie_is_told_from_a_mistake():
     row, greedy = np.array([1.0, 0.9999, 0.5]), SamplingParams()
     assert textbook.judge(row, greedy, 0, (), (), 0, near=1e-3) == (True, True)
     assert textbook.judge(row, greedy, 0, (), (), 1, near=1e-3) == (False, True)
@@ -66,7 +63,7 @@ def test_a_near_tie_is_told_from_a_mistake() -> None:
     assert textbook.ends(early, (1,), (5, 6, 7, 8), ["a", "ab", "abc", "abcb"], (), 99) == 4, "an older one may stand"
 
 
-def test_where_a_text_is_cut() -> None:
+def test_where_a_text_is_cut():
     params = SamplingParams(stop=("cd", "d"))
     assert textbook.stopped(params, ["ab", "abcd"]) == 2, "the first of several"
     assert textbook.stopped(params, ["abc", "abcd"]) == 2, "also one that began in the token before"
@@ -76,7 +73,7 @@ def test_where_a_text_is_cut() -> None:
 
 
 @pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
-def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Path, Path], name: str) -> None:
+def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders, name):
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
     rule, eos = oracle.ruled(subject)[name], subject.target.config.eos_token_ids
     grammar, asked = rule.make(), [(), (next(iter(rule.pieces)),), tuple(rule.pieces)]
@@ -90,9 +87,7 @@ def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders: tuple[Pat
 
 
 @pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
-def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(
-    pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(pair_folders, monkeypatch, name):
     """A text that breaks the grammar is noticed: in this test the textbook's grammar allows only one text."""
     subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
     rules = oracle.ruled(subject)
@@ -102,8 +97,8 @@ def test_a_draft_that_guesses_outside_the_grammar_changes_no_text(
     assert found.findings and name in found.findings[0].where
 
 
-def test_an_expression_is_left_out_aloud(pair_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(vocabulary: Vocabulary) -> Matching:
+def test_an_expression_is_left_out_aloud(pair_folders, monkeypatch):
+    def none(vocabulary):
         raise RequestError("structured output needs xgrammar")
 
     monkeypatch.setattr(oracle, "Matching", none)
@@ -112,6 +107,55 @@ def test_an_expression_is_left_out_aloud(pair_folders: tuple[Path, Path], monkey
     assert "no regular expression was tried" in result.found.notes[-1]
 
 
-def test_trees_may_be_as_large_as_they_are_asked_for() -> None:
+def test_trees_may_be_as_large_as_they_are_asked_for():
     drafter = trees.TreeDrafter(lambda seq: (), 50)
     assert drafter.branches, "else the engine cuts them to the depth of the text that is left"
+
+
+LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
+
+
+def draws(law, count, seed=0):
+    cells = list(law)
+    p = np.array(list(law.values()))
+    picked = np.random.default_rng(seed).choice(len(cells), size=count, p=p / p.sum())
+    return Counter(cells[i] for i in picked)
+
+
+def test_draws_from_the_law_fit():
+    values = [target_law(draws(LAW, 4000, seed), LAW) for seed in range(200)]
+    assert all(v.good for v in values)
+    p = sorted(v.p_value for v in values)
+    assert 0.4 < p[100] < 0.6, "p-values are uniform"
+    assert p[10] < 0.15
+
+
+def test_draws_from_a_law_nearby_do_not():
+    other = {**LAW, (0,): 0.43, (1,): 0.27}
+    assert not target_law(draws(other, 20_000), LAW).good
+    spread = {(i,): 1 / 4096 for i in range(4096)}
+    skewed = {c: p * (1.4 if c[0] % 2 else 0.6) for c, p in spread.items()}
+    assert target_law(draws(spread, 40_000), spread).good
+    assert not target_law(draws(skewed, 40_000), spread).good
+
+
+def test_what_the_law_rules_out_never_passes():
+    counts = draws(LAW, 4000)
+    counts[(9,)] += 1
+    assert target_law(counts, LAW).impossible == 1
+    assert not target_law(counts, LAW).good
+    assert target_law(Counter({(0,): 10}), {(0,): 1.0, (1,): 0.0}).good
+    assert not target_law(Counter({(0,): 10, (1,): 1}), {(0,): 1.0, (1,): 0.0}).good
+
+
+def test_tails():
+    assert chi_square_tail(3.841459, 1) == pytest.approx(0.05, abs=1e-6)
+    assert chi_square_tail(18.307038, 10) == pytest.approx(0.05, abs=1e-6)
+    assert g_test(np.array([50.0, 50.0]), np.array([0.5, 0.5])) == pytest.approx(1.0)
+    assert g_test(np.array([900.0, 100.0]), np.array([0.5, 0.5])) < ALPHA
+
+
+def test_marginals():
+    law = {(0, 0): 0.5, (0, 1): 0.2, (1, 0): 0.3}
+    assert marginal(law, (0,)) == {(0,): pytest.approx(0.7), (1,): pytest.approx(0.3)}
+    assert marginal(law, (1, 0)) == {(0, 0): 0.5, (1, 0): 0.2, (0, 1): 0.3}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from lawkit import Pair, make_engine, random_prompts, run, texts
+from lawkit import make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import PAYS
@@ -23,19 +22,19 @@ from sameseed.request import Request, SamplingParams, Sequence, Speculation, Tim
 from sameseed.spec.drafter import Drafter, Round
 
 
-def sequences(count: int) -> list[Sequence]:
+def sequences(count):
     return [Sequence(b, [1], SamplingParams(), 0) for b in range(count)]
 
 
 class World:
     """Rounds with a true cost and a true acceptance rate, which the policy should find out."""
 
-    def __init__(self, policy: GoodputLength, target: Callable[[int], float], step: float, seed: int = 0) -> None:
+    def __init__(self, policy, target, step, seed=0):
         self.policy, self.target, self.step = policy, target, step
         self.random = random.Random(seed)
         self.lengths: list[list[int]] = []
 
-    def round(self, seqs: list[Sequence], rate: float) -> None:
+    def round(self, seqs, rate):
         asked = self.policy.lengths(seqs, len(seqs))
         accepted = []
         for k in asked:
@@ -50,25 +49,25 @@ class World:
             seq.metrics.update(k, right)
         self.lengths.append(asked)
 
-    def last(self, count: int = 20) -> float:
+    def last(self, count=20):
         """Mean draft length of the last rounds."""
         recent = [k for ks in self.lengths[-count:] for k in ks]
         return sum(recent) / len(recent)
 
 
-def flat(rows: int) -> float:
+def flat(rows):
     return 0.03 * (1 + 0.01 * (rows - 1))
 
 
-def steep(rows: int) -> float:
+def steep(rows):
     return 0.03 * (1 + 0.8 * (rows - 1))
 
 
-def curve(cost: Callable[[int], float]) -> Curve:
+def curve(cost):
     return Curve([(m, cost(m)) for m in (1, 2, 4, 8, 16, 32, 64)])
 
 
-def test_lengths_fall_to_zero_and_recover() -> None:
+def test_lengths_fall_to_zero_and_recover():
     policy = GoodputLength(8, curve(flat))
     world, seqs = World(policy, flat, step=0.004), sequences(1)
     for _ in range(60):
@@ -86,13 +85,10 @@ def test_lengths_fall_to_zero_and_recover() -> None:
 
 @pytest.mark.parametrize(("cost", "step", "count"), [(steep, 0.02, 1), (steep, 0.02, 16), (flat, 0.05, 1)])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_finding_out_costs_a_share_of_the_time(
-    cost: Callable[[int], float], step: float, count: int, rate: float
-) -> None:
+def test_finding_out_costs_a_share_of_the_time(cost, step, count, rate):
     """If no draft pays, the time lost by trials is bounded, also for texts that come and go."""
     policy, num_rounds, lost = GoodputLength(8, curve(cost)), 1500, 0.0
     policy.calibrate(lambda: EngineCost(curve(cost)))
-    assert policy.cost is not None
     for k in (4, 2) * 4:
         policy.cost.draft.learn(k, count, 64, k * step)
     world = World(policy, cost, step)
@@ -108,13 +104,12 @@ def test_finding_out_costs_a_share_of_the_time(
     assert lost < FIRST + 2.5 * SHARE * num_rounds
 
 
-def test_the_choice_is_the_best_of_all() -> None:
+def test_the_choice_is_the_best_of_all():
     """The choice equals the best of all combinations of lengths, for three sequences with different acceptance."""
     for seed in range(20):
         rng = random.Random(seed)
         slope, step = rng.choice([0.01, 0.1, 0.3, 0.8]), rng.choice([0.0, 0.003, 0.01])
         policy = GoodputLength(3, Curve([(m, 0.03 * (1 + slope * (m - 1))) for m in (1, 2, 4, 8, 16)]))
-        assert policy.cost is not None
         policy.cost.draft.coefficients[2] = step
         seqs = sequences(3)
         for seq in seqs:
@@ -123,15 +118,13 @@ def test_the_choice_is_the_best_of_all() -> None:
                 right = next((i for i in range(3) if rng.random() > rate), 3)
                 policy.update(Round([seq], [3], [3], [right]))
 
-        def worth(
-            lengths: tuple[int, ...], policy: GoodputLength = policy, seqs: list[Sequence] = seqs, step: float = step
-        ) -> float:
+        def worth(lengths, policy=policy, seqs=seqs, step=step):
             tokens, rows = 3.0, 3.0
             for seq, k in zip(seqs, lengths):
                 for gain, there, _ in policy.acceptance.offers(seq.seq_id, k):
                     tokens += gain
                     rows += there
-            return tokens / (policy.cost.target.at(rows) + step * max(lengths))  # type: ignore[union-attr]
+            return tokens / (policy.cost.target.at(rows) + step * max(lengths))
 
         best = max(itertools.product(range(4), repeat=3), key=worth)
         offers = [policy.acceptance.offers(seq.seq_id, 3) for seq in seqs]
@@ -142,7 +135,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         assert worth(chosen) >= nothing
 
 
-def test_a_fit_is_the_least_squares_of_its_observations() -> None:
+def test_a_fit_is_the_least_squares_of_its_observations():
     """Features that vary are told apart; one that takes no time gets none, and one that is always 0 gets none."""
     rng, fit = random.Random(0), FadingFit((1e-6,) * 4)
     for _ in range(200):
@@ -154,7 +147,7 @@ def test_a_fit_is_the_least_squares_of_its_observations() -> None:
     assert other.as_array().tolist() == fit.as_array().tolist() and other.at((1.0, 2, 3, 0.0)) == pytest.approx(0.36)
 
 
-def test_the_budget_is_kept() -> None:
+def test_the_budget_is_kept():
     policy = GoodputLength(8, curve(flat))
     seqs = sequences(4)
     for seq in seqs:
@@ -167,7 +160,7 @@ def test_the_budget_is_kept() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 12, 40, 100])
-def test_a_curve(rows: int) -> None:
+def test_a_curve(rows):
     c = Curve([(1, 1.0), (4, 2.0), (8, 1.5), (16, 4.0)])
     assert c.at(1) == 1.0 and c.at(4) == c.at(8) == 2.0
     assert c.at(12) == pytest.approx(3.0)
@@ -184,7 +177,7 @@ def test_a_curve(rows: int) -> None:
 # --- requests with their own policy ---
 
 
-def test_wishes() -> None:
+def test_wishes():
     seqs = sequences(5)
     wishes = [None, Speculation("off"), Speculation("fixed", 7), Speculation(None, 2), Speculation("fixed")]
     for seq, wish in zip(seqs, wishes):
@@ -192,7 +185,7 @@ def test_wishes() -> None:
     assert RequestPolicies(FixedLength(4)).lengths(seqs) == [4, 0, 7, 2, 4]
 
 
-def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
+def test_a_wish_for_disco_ends_where_its_drafts_were_wrong():
     policies = RequestPolicies(FixedLength(4))
     mine, other = sequences(2)
     mine.speculation = Speculation("disco", 6)
@@ -203,8 +196,8 @@ def test_a_wish_for_disco_ends_where_its_drafts_were_wrong() -> None:
     assert policies.lengths([mine, other], 2) == [2, 4]
 
 
-def test_a_trial_pays_what_its_rounds_really_lost() -> None:
-    def left(*lost: float, right: bool = False) -> float:
+def test_a_trial_pays_what_its_rounds_really_lost():
+    def left(*lost, right=False):
         budget, (seq,) = Budget(), sequences(1)
         budget.passed()
         assert budget.next([seq], 1.0) is seq  # the price, for two rounds
@@ -219,10 +212,10 @@ def test_a_trial_pays_what_its_rounds_really_lost() -> None:
     assert left(0.5, 0.5, 0.5, right=True) == pytest.approx(-1.5), "a longer one pays all of its rounds"
 
 
-def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:
+def test_what_texts_were_like_is_forgotten_while_nobody_drafts():
     """After rounds without drafts, a new kind of text is recognized in a few drafts, whatever was learned before."""
 
-    def rate(rounds: int) -> float:
+    def rate(rounds):
         estimates = Acceptance(4)
         for _ in range(200):
             estimates.learn(0, 2, DraftNodes(range(-1, 1), None, estimates.rates(0)), range(0))
@@ -235,7 +228,7 @@ def test_what_texts_were_like_is_forgotten_while_nobody_drafts() -> None:
     assert rate(10**9) > 0.8
 
 
-def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth() -> None:
+def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth():
     policies = RequestPolicies(GoodputLength(4, Curve([(1, 0.01), (8, 0.08)])))
     (seq,), skipped = sequences(1), []
     for _ in range(400):
@@ -250,13 +243,13 @@ def test_rounds_of_a_rest_cost_the_engine_nothing_but_every_sixteenth() -> None:
     assert not any(policies.pass_over() for _ in range(32)), "another policy has to learn too"
 
 
-def test_bad_wishes() -> None:
+def test_bad_wishes():
     for bad in ({"policy": "fast"}, {"num_draft_tokens": -1}, {"num_draft_tokens": 65}, {"num_draft_tokens": True}):
         with pytest.raises(RequestError, match=r"speculation|num_draft_tokens"):
             Speculation(**bad)
 
 
-def test_in_an_engine(pair: Pair) -> None:
+def test_in_an_engine(pair):
     """Law 1 under a policy whose choices depend on the clock; rounds without drafts are counted by reason."""
     prompts, params = random_prompts(6, seed=3), SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
     plain = texts(run(make_engine(pair), prompts, params))
@@ -275,16 +268,15 @@ def test_in_an_engine(pair: Pair) -> None:
 class Reader(Drafter):
     """A drafter that has read nothing of any text; with `looks_up`, it may draft all the same."""
 
-    def __init__(self, looks_up: bool = False) -> None:
+    def __init__(self, looks_up=False):
         self.must_read = not looks_up
 
 
 @pytest.mark.parametrize("limit", [24, 1000])
-def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit: int) -> None:
+def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit):
     """A prompt is read for a long answer, unless answers were short by themselves."""
     policy = GoodputLength(4, curve(flat))
     policy.drafter = Reader()
-    assert policy.cost is not None
     policy.cost.catch_up = 0.002
     for i in range(8):
         short = Sequence(i, [1] * 300, SamplingParams(max_tokens=limit), 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import mean
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Round
+from sameseed.spec.drafter import Drafter, Round
 
 LENGTH = 96  # mean number of tokens per text
 FIXED = (1, 2, 4, 8)
@@ -27,7 +26,7 @@ COLDER = -1  # in what a drafter has seen of each sequence: per mille of `World.
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _clock() -> Iterator[None]:
+def _clock():
     """Decisions take 61 us each, exactly: real times, and so the lengths of rests, depend on the machine."""
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
@@ -66,13 +65,13 @@ class World:
     warming: float = 0.0  # share of that which a plain round's pass keeps of the pass before it
     prefills: bool = False  # whether prompts have a pass of their own
 
-    def read(self, now: float) -> float:
+    def read(self, now):
         return self.memory * (1.0 + self.drift * (0.5 - 0.5 * math.cos(now / (150 * self.memory))))
 
-    def target(self, rows: float, now: float = 0.0) -> float:
+    def target(self, rows, now=0.0):
         return (self.read(now) ** 3 + (self.row * rows) ** 3) ** (1 / 3)
 
-    def measured(self) -> EngineCost:
+    def measured(self):
         """The result of calibration: the costs of passes, then of rounds with drafts."""
         slow = 1e-3 * self.slow_start
         cost = EngineCost(Curve([(m, slow * self.target(m)) for m in (1, 2, 4, 8, 16, 32)]))
@@ -92,20 +91,20 @@ class Reader(Drafter):
 
     must_read = True
 
-    def __init__(self, seen: dict[int, int]) -> None:
+    def __init__(self, seen):
         self.seen = seen
 
-    def num_read(self, seq: Sequence) -> int:
+    def num_read(self, seq):
         return self.seen.get(seq.seq_id, 0)
 
 
-def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
+def decode(world, policy, num_texts):
     """Milliseconds per token, with `batch` texts at a time; a text that is done makes room for the next."""
     rng, now, written = random.Random(1), 0.0, 0
     lengths = [max(8, min(4 * LENGTH, int(rng.expovariate(1 / LENGTH)))) for _ in range(num_texts)]
     waiting = [Sequence(i, [1] * world.prompt, SamplingParams(max_tokens=n), 0) for i, n in enumerate(lengths)]
-    seqs: list[Sequence] = []
-    seen: dict[int, int] = {}
+    seqs = []
+    seen = {}
     if isinstance(policy, GoodputLength):
         policy.drafter = Reader(seen)
     while waiting or seqs:
@@ -120,12 +119,10 @@ def decode(world: World, policy: LengthPolicy, num_texts: int) -> float:
     return now / written
 
 
-def _propose(
-    world: World, policy: LengthPolicy, seqs: Seq[Sequence], asked: Seq[int], rng: random.Random
-) -> tuple[list[list[float]], list[list[float]], float]:
+def _propose(world, policy, seqs, asked, rng):
     """The true probability of each token, the drafter's estimate for each path, and the milliseconds spent."""
-    true: list[list[float]] = [[] for _ in seqs]
-    paths: list[list[float]] = [[] for _ in seqs]
+    true = [[] for _ in seqs]
+    paths = [[] for _ in seqs]
     active = [b for b, k in enumerate(asked) if k]
     for b in list(active):
         if rng.random() < world.looks_up:
@@ -147,9 +144,7 @@ def _propose(
     return true, paths, spent
 
 
-def _round(
-    world: World, policy: LengthPolicy, seqs: list[Sequence], rng: random.Random, now: float, seen: dict[int, int]
-) -> float:
+def _round(world, policy, seqs, rng, now, seen):
     new = sum(world.prefills and s.num_output == 0 for s in seqs)
     if new:
         rows = len(seqs) + new * (world.prompt - 1)
@@ -216,14 +211,14 @@ WORLDS = {
 }
 
 
-def make(world: World) -> GoodputLength:
+def make(world):
     policy = GoodputLength(12)
     policy.calibrate(world.measured)
     return policy
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, tuple[float, float]]:
+def found():
     """Of each world: goodput's speed relative to plain decoding, and to the best fixed length."""
     ratios = {}
     for name, world in WORLDS.items():
@@ -236,24 +231,24 @@ def found() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_never_slower_than_plain_and_near_the_best(name: str, found: dict[str, tuple[float, float]]) -> None:
+def test_never_slower_than_plain_and_near_the_best(name, found):
     over_plain, over_best = found[name]
     assert over_plain >= 0.98
     assert over_best >= 0.92
 
 
-def test_mostly_as_fast_as_the_best(found: dict[str, tuple[float, float]]) -> None:
+def test_mostly_as_fast_as_the_best(found):
     assert mean(best for _, best in found.values()) >= 0.98
 
 
-def test_one_texts_rest_is_not_the_next_ones() -> None:
+def test_one_texts_rest_is_not_the_next_ones():
     """One text at a time, every other text easy: a pause caused by a hard text does not outlast it."""
     world = World(13.3, 1.86, 0.7, 2.1, (0.1, 0.95))
     assert decode(world, FixedLength(0), 64) > 1.3 * decode(world, make(world), 64)
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.6])
-def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate: float) -> None:
+def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate):
     """After hundreds of rounds of texts that pay, and whose rounds cost more in all parts, other texts do not pay."""
     good = World(1.4, 0.3, 0.4, 0.2, (0.9,), gap=0.3, more=0.9, cold=1.2)
     policy = make(good)
@@ -263,12 +258,11 @@ def test_rounds_with_drafts_do_not_make_plain_decoding_look_dear(rate: float) ->
 
 
 @pytest.mark.parametrize("cold", [1.4, 1.8])
-def test_short_texts_do_not_hide_what_plain_rounds_cost(cold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_texts_do_not_hide_what_plain_rounds_cost(cold, monkeypatch):
     """Plain rounds are held for twice as dear. Neither prompts nor the cold caches after drafts confirm that."""
     monkeypatch.setitem(globals(), "LENGTH", 24)
     world = World(0.42, 0.14, 0.15, 0.12, (0.8,), 2, gap=0.25, more=0.1, prompt=60, prefills=True)
     world = replace(world, cold=cold, warming=0.6)
     policy = make(world)
-    assert policy.cost is not None
     policy.cost.ratios |= {key: 2.0 for key in policy.cost.ratios if not key[0]}
     assert decode(world, FixedLength(0), 96) / decode(world, policy, 96) >= 0.98

@@ -1,9 +1,5 @@
 """Length policies by name, the history of right drafts, and disco."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from sameseed.config import SpecConfig
@@ -17,7 +13,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.history import HistoryLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import LengthPolicy, Round
+from sameseed.spec.drafter import Round
 
 SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
 
@@ -32,11 +28,11 @@ SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
         (SpecConfig("none", num_draft_tokens=7, confidence=0.4), FixedLength(0)),
     ],
 )
-def test_make_policy(spec: SpecConfig, policy: LengthPolicy) -> None:
+def test_make_policy(spec, policy):
     assert make_policy(spec) == policy
 
 
-def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
+def test_history_grows_after_right_drafts_and_shrinks_after_others():
     policy = HistoryLength(8)
     assert not policy.uses_confidence and policy.least_probability == 0.0
     asked = policy.lengths(SEQS)
@@ -53,7 +49,7 @@ def test_history_grows_after_right_drafts_and_shrinks_after_others() -> None:
     assert HistoryLength(2, 0.3).least_probability == 0.3
 
 
-def test_a_policy_that_is_not_there() -> None:
+def test_a_policy_that_is_not_there():
     with pytest.raises(ConfigError, match="confidence, disco, fixed, goodput, history"):
         SpecConfig("ngram", policy="historic")
 
@@ -62,7 +58,7 @@ DISCO_SEQS = [Sequence(b, [1], SamplingParams(), 0) for b in range(2)]
 CHAIN = [[0.9, 0.72, 0.36, 0.18, 0.09]]  # probabilities of whole paths
 
 
-def teach(policy: DiscoLength, accepted: int, rounds: int = 60) -> None:
+def teach(policy, accepted, rounds=60):
     """Rounds of one sequence in which `accepted` of CHAIN's tokens are right."""
     for _ in range(rounds):
         draft = Draft.chains([[5] * 5], CHAIN)
@@ -70,7 +66,7 @@ def teach(policy: DiscoLength, accepted: int, rounds: int = 60) -> None:
         policy.update(Round(DISCO_SEQS[:1], [5], [kept.count(0)], [min(accepted, kept.count(0))]))
 
 
-def test_what_was_right_decides() -> None:
+def test_what_was_right_decides():
     sure, unsure = DiscoLength(8), DiscoLength(8)
     assert sure.uses_confidence and sure.lengths(DISCO_SEQS) == [3, 3], "nothing is known: by a guess of each place"
     teach(sure, 5)
@@ -82,7 +78,7 @@ def test_what_was_right_decides() -> None:
     assert unsure.trim(draft, DISCO_SEQS[:1], 1).count(0) == 1, "the token that ended it stays: it is learned about"
 
 
-def test_chains_end_together_and_each_is_cut() -> None:
+def test_chains_end_together_and_each_is_cut():
     policy = DiscoLength(8)
     low, high = [0.05, 0.04, 0.03], [0.99, 0.98, 0.97]
     assert policy.ends([low]) and not policy.ends([high]) and not policy.ends([low, high])
@@ -91,13 +87,13 @@ def test_chains_end_together_and_each_is_cut() -> None:
     assert policy.trim(draft, DISCO_SEQS, 2, [1]) is draft, "others stay as they are"
 
 
-def test_a_tree_keeps_its_parents() -> None:
+def test_a_tree_keeps_its_parents():
     tree = Draft.trees([([1, 2, 3, 4], [-1, -1, 1, 2])], [[0.95, 0.05, 0.04, 0.03]])
     kept = DiscoLength(8).trim(tree, DISCO_SEQS[:1], 1)
     assert kept.nodes(0) == ([1, 2], [-1, -1])
 
 
-def test_places_are_learned_of_drafters_that_tell_nothing() -> None:
+def test_places_are_learned_of_drafters_that_tell_nothing():
     policy = DiscoLength(6)
     for _ in range(60):
         policy.trim(Draft.chains([[1] * 6]), DISCO_SEQS[:1], 1)
@@ -108,7 +104,7 @@ def test_places_are_learned_of_drafters_that_tell_nothing() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Path]) -> None:
+def test_texts_stay_as_they_are(temperature, pair_folders):
     prompts = ["the sum of", "def add(a", "all parts"]
     params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(3)]
     target, draft = map(str, pair_folders)
@@ -120,7 +116,7 @@ def test_texts_stay_as_they_are(temperature: float, pair_folders: tuple[Path, Pa
             assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
 
 
-def test_a_trial_in_vain_doubles_the_wait_for_the_next() -> None:
+def test_a_trial_in_vain_doubles_the_wait_for_the_next():
     budget, seq, waits = Budget(), Sequence(0, [1], SamplingParams(), 0), []
     for _ in range(3):
         begun = budget.now

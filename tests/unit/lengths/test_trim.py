@@ -1,17 +1,13 @@
 """Goodput's use of a draft's probabilities: calibration, kept nodes, ends of chains, and the division of rows."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Sequence as Seq
 
 import pytest
-from lawkit import SAMPLED, Pair, TreeDrafter, knowing, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, TreeDrafter, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
-from sameseed.engine.engine import Engine
 from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
 from sameseed.lengths.goodput import GoodputLength
@@ -22,11 +18,11 @@ from sameseed.spec.drafter import Round
 STEEP = Curve([(m, 0.03 * (1 + 0.1 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
 
 
-def sequences(count: int, length: int = 1) -> list[Sequence]:
+def sequences(count, length=1):
     return [Sequence(b, [1] * length, SamplingParams(), 0) for b in range(count)]
 
 
-def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int], list[float]]:
+def random_tree(rng, size):
     """Tokens, parents and path probabilities; siblings share their parent's probability."""
     parents, left, path = [], {-1: 1.0}, {-1: 1.0}
     sure = []
@@ -41,11 +37,11 @@ def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int], li
     return list(range(size)), parents, sure
 
 
-def drafted(trees: Seq[tuple[list[int], list[int], list[float]]]) -> Draft:
+def drafted(trees):
     return Draft.trees([(t, p) for t, p, _ in trees], [c for _, _, c in trees])
 
 
-def walk(rng: random.Random, parents: Seq[int], truth: Seq[float]) -> list[int]:
+def walk(rng, parents, truth):
     """The accepted path: node i is right, given its parent, with probability truth[i]; siblings share one draw."""
     path, at = [], -1
     while True:
@@ -61,9 +57,8 @@ def walk(rng: random.Random, parents: Seq[int], truth: Seq[float]) -> list[int]:
             return path
 
 
-def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) -> GoodputLength:
+def settled(policy, seqs, step=0.001):
     """The policy after 60 rounds of trees from a drafter whose probabilities are true."""
-    assert policy.cost is not None
     rng, truth = random.Random(5), copy.deepcopy(policy.cost.target)
     contexts = [len(seq) for seq in seqs]
     for _ in range(60):
@@ -73,7 +68,7 @@ def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) ->
         nodes = []
         for b in range(len(seqs)):
             part = slice(draft.offsets[b], draft.offsets[b + 1])
-            parents, path = draft.parents[part].tolist(), draft.confidence[part].tolist()  # type: ignore[index]
+            parents, path = draft.parents[part].tolist(), draft.confidence[part].tolist()
             own = [p / (path[q] if q >= 0 else 1.0) for p, q in zip(path, parents)]
             nodes.append(walk(rng, parents, own))
         rows = len(seqs) + len(draft.tokens)
@@ -85,10 +80,10 @@ def settled(policy: GoodputLength, seqs: list[Sequence], step: float = 0.001) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
+def test_what_stays_is_a_tree_of_the_likeliest(seed):
     """Each kept node's parent is kept, no dropped node is likelier than a kept one, and the number kept is the best."""
     rng = random.Random(seed)
-    policy, seqs = settled(GoodputLength(24, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(3)), sequences(3)  # type: ignore[arg-type]
+    policy, seqs = settled(GoodputLength(24, Curve(list(zip(STEEP.rows, STEEP.seconds)))), sequences(3)), sequences(3)
     policy.lengths(seqs, 3)
     draft = drafted([random_tree(rng, n) for n in (24, 0, 9)])
     likely = [
@@ -96,7 +91,7 @@ def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
             draft.nodes(b)[1],
             draft.confidence[draft.offsets[b] : draft.offsets[b + 1]].tolist(),
             policy.acceptance.rates(b),
-        ).likely  # type: ignore[index]
+        ).likely
         for b in range(3)
     ]
     trimmed = policy.trim(draft, seqs, 3)
@@ -109,13 +104,12 @@ def test_what_stays_is_a_tree_of_the_likeliest(seed: int) -> None:
     dropped = [p for b in range(3) for t, p in enumerate(likely[b]) if t not in trimmed.nodes(b)[0]]
     assert min(kept) >= max(dropped)
     everything = sorted(kept + dropped, reverse=True)
-    assert policy.cost is not None
     target, value = policy.cost.target, policy._tokens_per_second
     worth = [sum(everything[:n]) - value * target.at(3 + n) for n in range(len(everything) + 1)]
     assert worth[len(kept)] == pytest.approx(max(worth))
 
 
-def test_probabilities_are_calibrated() -> None:
+def test_probabilities_are_calibrated():
     """A drafter that says .9 where .3 is true, and .3 where .9 is true, is soon corrected."""
     estimates, rng = Acceptance(4), random.Random(0)
     estimates.tells = True
@@ -132,7 +126,7 @@ def test_probabilities_are_calibrated() -> None:
     )
 
 
-def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
+def test_a_chain_ends_where_another_step_is_not_worth_its_time():
     seqs = sequences(1)
     flat = Curve([(m, 0.03 * (1 + 0.001 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
     policy = settled(GoodputLength(8, flat), seqs, step=0.004)
@@ -151,7 +145,7 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time() -> None:
 # --- contexts ---
 
 
-def test_long_contexts_cost() -> None:
+def test_long_contexts_cost():
     curve = Curve([(1, 0.01), (8, 0.02)], 64, per_token=1e-6, per_row=1e-7)
     assert curve.extra([64, 10], [1, 5]) == 0.0
     assert curve.extra([1064, 564], [1, 4]) == pytest.approx(1000 * 1.1e-6 + 500 * 1.4e-6)
@@ -169,11 +163,11 @@ class TellingTrees(TreeDrafter):
 
     branches = True
 
-    def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
+    def propose(self, seqs, num_draft):
         trees = [self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
         sure = []
         for _, parents in trees:
-            path: list[float] = []
+            path = []
             for parent in parents:
                 path.append(self.random.random() * (path[parent] if parent >= 0 else 1.0))
             sure.append(path)
@@ -183,19 +177,19 @@ class TellingTrees(TreeDrafter):
 class Fickle(GoodputLength):
     """Drops random subtrees: whatever is trimmed, the text must stay the same."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(24)
         self.random = random.Random(8)
         self.dropped = 0
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(self, seqs, num_rows=None, budget=None):
         left = 99 if budget is None else budget
         return [min(24, left // max(1, len(seqs)))] * len(seqs)
 
-    def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        keep: list[list[int] | None] = []
+    def trim(self, draft, seqs, num_rows, members=None):
+        keep = []
         for b in range(len(seqs)):
-            kept: list[int] = []
+            kept = []
             for i, parent in enumerate(draft.nodes(b)[1]):
                 if (parent < 0 or parent in kept) and self.random.random() < 0.8:
                     kept.append(i)
@@ -205,13 +199,13 @@ class Fickle(GoodputLength):
         return trimmed
 
 
-def tree_engine(pair: Pair, prompts: list[list[int]], plain: list[tuple[int, ...]], **given: object) -> Engine:
+def tree_engine(pair, prompts, plain, **given):
     drafter = TellingTrees(knowing(prompts, plain), 300)
-    return make_engine(pair, k=24, drafter=drafter, **given)  # type: ignore[arg-type]
+    return make_engine(pair, k=24, drafter=drafter, **given)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None:
+def test_text_is_the_same_whatever_is_trimmed(pair, sampled):
     prompts = random_prompts(5, seed=1)
     params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **(SAMPLED if sampled else {}))
     plain = texts(run(make_engine(pair), prompts, params))
@@ -221,15 +215,14 @@ def test_text_is_the_same_whatever_is_trimmed(pair: Pair, sampled: bool) -> None
     assert policy.dropped > 50 and engine.metrics.num_accepted_tokens > 20
     engine = tree_engine(pair, prompts, plain)
     engine.policy = cheap = GoodputLength(24, Curve([(1, 0.001), (64, 0.004)]))
-    assert cheap.cost is not None
-    cheap.cost.learn = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    cheap.cost.learn = lambda *_, **__: None
     assert texts(run(engine, prompts, params)) == plain
     assert engine.metrics.num_accepted_tokens > 0
 
 
-def test_who_wished_for_a_length_keeps_every_node() -> None:
+def test_who_wished_for_a_length_keeps_every_node():
     seqs = sequences(2)
-    policy = settled(GoodputLength(12, Curve(list(zip(STEEP.rows, STEEP.seconds)))), seqs)  # type: ignore[arg-type]
+    policy = settled(GoodputLength(12, Curve(list(zip(STEEP.rows, STEEP.seconds)))), seqs)
     policies = RequestPolicies(policy)
     seqs[0].speculation = Speculation("fixed", 12)
     assert policies.lengths(seqs, 2)[0] == 12
@@ -238,7 +231,7 @@ def test_who_wished_for_a_length_keeps_every_node() -> None:
     assert trimmed.count(0) == 12 and trimmed.count(1) < 12
 
 
-def test_reasons(pair: Pair) -> None:
+def test_reasons(pair):
     """The reasons for rounds without drafts, for every policy and every request's wish."""
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
     wishes = {"off": Speculation("off"), "zero": Speculation("fixed", 0), "capped": Speculation(None, 0), "none": None}

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,22 +8,20 @@ from sameseed import devices
 from sameseed.config import SpecConfig
 from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.engine.settings import make_config
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, RequestError
 from sameseed.measure import bench_report as report
 from sameseed.measure.bench import Bench, Run, fitted
-from sameseed.measure.bench_report import config_as_dict, make_record, make_records
+from sameseed.measure.bench_report import config_as_dict, make_record, make_records, speculation
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.workload import Workload, arms
+from sameseed.measure.workload import Arm, Workload, arms, read_prompts, spec_as_dict
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.scheme import QuantScheme
 
-Measured = tuple[Bench, Workload, dict[Any, list[Run]]]
-
 
 @pytest.fixture(scope="module")
-def measured(pair_folders: tuple[Path, Path]) -> Measured:
+def measured(pair_folders):
     """Three prompts, two at a time, measured three times in each of four ways."""
     target, draft = map(str, pair_folders)
     ways = arms([SpecConfig("ngram"), SpecConfig("draft_model", model=draft)], [3])
@@ -40,7 +34,7 @@ def measured(pair_folders: tuple[Path, Path]) -> Measured:
     return bench, workload, bench.measure(workload, 3)
 
 
-def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None:
+def test_every_arm_ran_everything_and_wrote_the_same(measured):
     bench, workload, runs = measured
     plain = runs[bench.arms[0]][0]
     assert len(plain.completions) == len(workload.prompts)
@@ -55,15 +49,13 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured: Measured) -> None
 
 
 @pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
-def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
-    own: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(own, monkeypatch):
     """On a GPU of 8 GiB, one engine takes all of it for its KV cache if it does not know how long the texts are."""
     left = [8 << 30]
     longest = read_config(resolve_model("embedded")).max_model_len
     monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
 
-    def load(model: str, draft: SpecConfig | None, target: Any = None, **given: Any) -> Any:
+    def load(model, draft, target=None, **given):
         config = make_config(draft, **given)
         size = config.max_model_len or longest
         left[0] -= plan_blocks(config, size, [Demand(QuantScheme(), 0, 50 << 20)]) * (50 << 20)
@@ -86,17 +78,7 @@ def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(
     assert tall == min(longest, 2000 + 64 + len(prompts[0].encode(load_tokenizer(resolve_model("embedded")))))
 
 
-def test_arms_of_one_drafter_share_it(measured: Measured) -> None:
-    bench = measured[0]
-    fixed, confident = (bench.install(bench.arms[i]).drafter for i in (2, 3))
-    assert fixed is confident
-    assert bench.install(bench.arms[3]).policy.uses_confidence
-    assert not bench.install(bench.arms[2]).policy.uses_confidence
-
-
-def test_records_are_complete_and_their_medians_right(
-    measured: Measured, pair_folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_records_are_complete_and_their_medians_right(measured, pair_folders, tmp_path):
     bench, workload, runs = measured
     records = make_records(bench, str(pair_folders[0]), workload, runs, record.now(), record.machine())
     for line in records:
@@ -113,7 +95,7 @@ def test_records_are_complete_and_their_medians_right(
         assert sum(split.values()) == pytest.approx(line["repetitions"][0]["seconds"])
 
 
-def test_a_text_that_differs_is_told(measured: Measured) -> None:
+def test_a_text_that_differs_is_told(measured):
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
     other = Run(seconds=1.0, num_steps=1, completions=list(plain[0].completions))
@@ -125,7 +107,7 @@ def test_a_text_that_differs_is_told(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("damage", ["speedup", "machine", "schema"])
-def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage: str) -> None:
+def test_a_foreign_record_is_refused(measured, tmp_path, damage):
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
     line = make_record({}, plain, plain, "now", {})
@@ -139,9 +121,9 @@ def test_a_foreign_record_is_refused(measured: Measured, tmp_path: Path, damage:
         record.read(tmp_path / "r.jsonl")
 
 
-def test_repeated_grams() -> None:
-    def repeated(*texts: Any) -> float | None:
-        done: list[Any] = [SimpleNamespace(token_ids=tuple(text)) for text in texts]
+def test_repeated_grams():
+    def repeated(*texts):
+        done = [SimpleNamespace(token_ids=tuple(text)) for text in texts]
         return Run(completions=done).repeated
 
     assert repeated(range(7)) is None and repeated(range(8)) == 0.0
@@ -149,7 +131,7 @@ def test_repeated_grams() -> None:
     assert repeated([5] * 9, range(9), range(9)) == pytest.approx(1 / 6), "each text by itself"
 
 
-def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> None:
+def test_levels_are_counted_for_each_run(pair_folders):
     """Runs and arms share a drafter, but a run's record counts only that run's levels."""
     target, draft = map(str, pair_folders)
     below = (SpecConfig("ngram", num_draft_tokens=4), SpecConfig("draft_model", draft, num_draft_tokens=4))
@@ -169,7 +151,7 @@ def test_levels_are_counted_for_each_run(pair_folders: tuple[Path, Path]) -> Non
     assert report.levels(plain) == []
 
 
-def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tuple[Path, Path]) -> None:
+def test_a_draft_that_is_no_use_is_marked(measured, pair_folders):
     bench, workload, runs = measured
     plain, arm = runs[bench.arms[0]], bench.arms[2]
     useless = [replace(run, metrics=SpecMetrics()) for run in runs[arm]]
@@ -184,7 +166,7 @@ def test_a_draft_that_is_no_use_is_marked(measured: Measured, pair_folders: tupl
     assert "useless_draft" not in looked_up
 
 
-def test_no_repetition_finds_what_an_earlier_one_left(measured: Measured) -> None:
+def test_no_repetition_finds_what_an_earlier_one_left(measured):
     """A prompt in the prefix cache costs no prefill, so every arm after the first would seem faster."""
     bench, workload, runs = measured
     assert all(c.metrics.num_cached_tokens == 0 for arm in bench.arms for run in runs[arm] for c in run.completions)
@@ -195,3 +177,73 @@ def test_no_repetition_finds_what_an_earlier_one_left(measured: Measured) -> Non
     long = replace(workload, prompts=(tuple(range(1, 60)),) * 2, batch_size=1)
     for arm, found in bench.measure(long, 2).items():
         assert [c.metrics.num_cached_tokens for run in found for c in run.completions] == [0] * 4, arm.label
+
+
+def test_prompts_of_both_kinds(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": "a", "domain": "d", "prompt": "x"}\n\n{"messages": [{"role": "user", "content": "y"}]}\n')
+    first, second = read_prompts(file)
+    assert (first.id, first.domain, first.text, first.messages) == ("a", "d", "x", ())
+    assert second.text is None and second.messages == ({"role": "user", "content": "y"},)
+
+
+def test_a_limit_takes_prompts_from_all_over_the_file(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("".join(f"{i}\n" for i in range(10)))
+    assert [p.text for p in read_prompts(file, 3)] == ["0", "3", "6"]
+    assert len(read_prompts(file, 99)) == 10
+    with pytest.raises(ConfigError, match="at least 1"):
+        read_prompts(file, 0)
+
+
+def test_batches_give_each_prompt_its_own_seed():
+    work = Workload("w", ((1,), (2,), (3,)), SamplingParams(seed=2**63 - 2), 2)
+    batches = list(work.batches())
+    assert [len(b) for b in batches] == [2, 1]
+    assert [p.seed for b in batches for _, p in b] == [2**63 - 2, 2**63 - 1, 0]
+
+
+def test_a_workload_without_a_seed_is_refused():
+    with pytest.raises(RequestError, match="--seed"):
+        Workload("w", ((1,),), SamplingParams())
+    with pytest.raises(ConfigError, match="batch size"):
+        Workload("w", ((1,),), SamplingParams(seed=1), 0)
+
+
+def test_arms_begin_with_plain_decoding():
+    made = arms([SpecConfig("none"), SpecConfig("ngram", confidence=0.5)], [2, 4])
+    assert [a.label for a in made] == ["plain", "ngram k=2 p>=0.5", "ngram k=4 p>=0.5"]
+    assert [a.plain for a in made] == [True, False, False]
+    with pytest.raises(ConfigError, match=r"0\.\.64"):
+        arms([SpecConfig("ngram")], [65])
+
+
+def test_heads_are_named_as_what_they_are():
+    """Labels and records name the drafter and include its options, with their defaults."""
+    made = arms([SpecConfig("draft_model", "embedded-head", options={"depth": 3})], [4])[1]
+    assert (made.label, made.spec.method) == ("eagle k=4", "eagle")
+    held = spec_as_dict(made.spec)
+    assert held["draft"] == "eagle"
+    options = held["draft_options"]
+    assert isinstance(options, dict)
+    assert (options["depth"], options["top_k"]) == (3, 8)
+    below = (SpecConfig("suffix"), SpecConfig("draft_model", "embedded-head"))
+    assert arms([SpecConfig("first", below=below)], [4])[1].label == "suffix + eagle k=4"
+
+
+def test_records_hold_no_path_on_any_level(tmp_path):
+    (tmp_path / "small").mkdir()
+    below = (SpecConfig("suffix"), SpecConfig("draft_model", str(tmp_path / "small")))
+    held = speculation(SpecConfig("first", below=below))
+    assert str(tmp_path) not in json.dumps(held)
+    assert '"small"' in json.dumps(held)
+
+
+def test_arms_do_not_learn_from_one_another():
+    """Arms write the same texts, so a drafter that remembers past requests must not remember those of another arm."""
+    asked = SpecConfig("first", below=(SpecConfig("suffix"), SpecConfig("draft_model", model="small")))
+    assert Arm("both", asked).spec.below[0].options == {"past": "none"}
+    assert Arm("both", asked).spec.below[1] == asked.below[1]
+    wanted = SpecConfig("suffix", options={"past": "all", "store": "texts"})
+    assert Arm("all", wanted).spec == wanted
+    assert Arm("ngram", SpecConfig("ngram")).spec == SpecConfig("ngram")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from sameseed.measure.profile_report import plot
 from sameseed.report.plot import plot_paths
 
 
-def made(contexts: tuple[int, ...], rows: tuple[int, ...]) -> Profile:
+def made(contexts, rows):
     limit = from_rates(2, {"read": (2e10,), "fp32": (2e11,), "int8": (9e11,)}, {}, "native")
     costs = tuple(
         Cost(f, "bf16", c, m, 10.0 + m, (10 + m) / 11, 9.0 + m, 12.0 + m, 5, 8.0, 0.4 * m)
@@ -24,7 +22,7 @@ def made(contexts: tuple[int, ...], rows: tuple[int, ...]) -> Profile:
 
 
 @pytest.mark.parametrize("case", [((8,), (1, 2, 16)), ((8, 64), (1, 2)), ((8,), (1,))])
-def test_both_files_are_written(case: tuple[tuple[int, ...], tuple[int, ...]], tmp_path: Path) -> None:
+def test_both_files_are_written(case, tmp_path):
     pytest.importorskip("matplotlib")
     png, svg = plot(made(*case), tmp_path / "curves.png")
     assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 10_000
@@ -34,7 +32,7 @@ def test_both_files_are_written(case: tuple[tuple[int, ...], tuple[int, ...]], t
     assert svg.read_bytes() == before, "the same numbers draw the same file"
 
 
-def test_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_errors(monkeypatch):
     with pytest.raises(ConfigError, match=r"not as '\.pdf'.*c\.png"):
         plot_paths(Path("c.pdf"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)

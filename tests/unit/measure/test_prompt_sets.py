@@ -1,12 +1,9 @@
 """Published sets as prompts: every layout, missing files, and that all commands name a set in the same way."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_quality import problem, write_rows
@@ -16,7 +13,7 @@ from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.bench import Bench
 from sameseed.measure.load import prompts as load_prompts
 from sameseed.measure.load.wire import Endpoint
-from sameseed.measure.prompt_sets import ROW, SETS, Prompt
+from sameseed.measure.prompt_sets import ROW, SETS
 from sameseed.measure.workload import arms, prompts_name, read_prompts
 from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import SamplingParams
@@ -27,7 +24,7 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """All five sets in one folder, some compressed."""
     write_rows(tmp_path / "mt_bench.jsonl.gz", [TALK, {**TALK, "question_id": 82, "category": "math"}])
     single = [{"question_id": n, "category": t, "turns": [f"{t}?"]} for n, t in enumerate(TASKS)]
@@ -39,11 +36,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(name: str, folder: Path, limit: int | None = None) -> list[Prompt]:
+def asked(name, folder, limit=None):
     return read_prompts(Path(f"{name}:{folder}"), limit)
 
 
-def test_two_turns_are_two_prompts(folder: Path) -> None:
+def test_two_turns_are_two_prompts(folder):
     first, second, third, fourth = asked("mt-bench", folder)
     assert [p.id for p in (first, second, third, fourth)] == ["81/1", "81/2", "82/1", "82/2"]
     assert first.messages == second.messages == ({"role": "user", "content": "the sum of"},)
@@ -51,7 +48,7 @@ def test_two_turns_are_two_prompts(folder: Path) -> None:
     assert (first.domain, fourth.domain) == ("writing", "math")
 
 
-def test_six_tasks(folder: Path) -> None:
+def test_six_tasks(folder):
     found = asked("spec-bench", folder)
     assert {p.domain for p in found} == {"mt_bench", *TASKS} and len(found) == 7
     assert [p.domain for p in asked("spec-bench/qa", folder)] == ["qa"]
@@ -59,7 +56,7 @@ def test_six_tasks(folder: Path) -> None:
         asked("spec-bench/chess", folder)
 
 
-def test_rows_of_wikitext_are_long_and_cut(folder: Path) -> None:
+def test_rows_of_wikitext_are_long_and_cut(folder):
     found = asked("wikitext", folder)
     assert [p.id for p in found] == ["3", "5"]
     tokenizer = load_tokenizer(resolve_model("embedded"))
@@ -67,7 +64,7 @@ def test_rows_of_wikitext_are_long_and_cut(folder: Path) -> None:
     assert found[0].encode(tokenizer) == tuple(tokenizer.encode(("word " * ROW).strip()))[:ROW]
 
 
-def test_sums_are_asked_in_a_chat_or_as_text(folder: Path) -> None:
+def test_sums_are_asked_in_a_chat_or_as_text(folder):
     (one,) = asked("gsm8k", folder)
     tokenizer = load_tokenizer(resolve_model("embedded"))
     tokenizer.chat_template = TEMPLATE
@@ -77,13 +74,13 @@ def test_sums_are_asked_in_a_chat_or_as_text(folder: Path) -> None:
     assert one.stop == ("\nQuestion:",)
 
 
-def test_functions_end_where_the_next_thing_begins(folder: Path) -> None:
+def test_functions_end_where_the_next_thing_begins(folder):
     found = asked("humaneval", folder, 2)
     assert [p.id for p in found] == ["Test/0", "Test/2"] and "\ndef" in found[0].stop
     assert found[0].text == problem(0)["prompt"]
 
 
-def test_a_file_of_any_name_and_the_hubs_folders(folder: Path) -> None:
+def test_a_file_of_any_name_and_the_hubs_folders(folder):
     shutil.copy(folder / "mt_bench.jsonl.gz", folder / "mine.jsonl.gz")
     assert read_prompts(Path(f"mt-bench:{folder}/mine.jsonl.gz")) == asked("mt-bench", folder)
     hub = folder / "hub" / "raw"
@@ -92,18 +89,8 @@ def test_a_file_of_any_name_and_the_hubs_folders(folder: Path) -> None:
     assert asked("mt-bench", folder / "hub") == asked("mt-bench", folder)
 
 
-def test_parquet_files(folder: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
-    (folder / "hub" / "main").mkdir(parents=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "hub" / "main" / "test-00000-of-00001.parquet")
-    assert asked("gsm8k", folder / "hub") == asked("gsm8k", folder)
-
-
-def test_by_name_alone_the_hub_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repository: str, file: str, kind: str) -> Path:
+def test_by_name_alone_the_hub_is_asked(folder, monkeypatch):
+    def download(repository, file, kind):
         assert (repository, kind) == ("HuggingFaceH4/mt_bench_prompts", "dataset")
         return folder / "mt_bench.jsonl.gz"
 
@@ -113,7 +100,7 @@ def test_by_name_alone_the_hub_is_asked(folder: Path, monkeypatch: pytest.Monkey
         read_prompts(Path("spec-bench"))
 
 
-def test_what_is_missing_or_odd_is_said(folder: Path, tmp_path: Path) -> None:
+def test_what_is_missing_or_odd_is_said(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for name in SETS:
@@ -130,13 +117,13 @@ def test_what_is_missing_or_odd_is_said(folder: Path, tmp_path: Path) -> None:
         asked("wikitext", folder)
 
 
-def test_names_in_records_hold_no_path(folder: Path) -> None:
+def test_names_in_records_hold_no_path(folder):
     for name in (*SETS, "spec-bench/qa"):
         assert prompts_name(Path(f"{name}:{folder}")) == prompts_name(Path(name)) == name
     assert prompts_name(folder / "mine.jsonl") == "mine.jsonl" and prompts_name(Path("text")) == "text"
 
 
-def test_later_turns_follow_the_targets_own_answers(pair_folders: tuple[Path, Path], folder: Path) -> None:
+def test_later_turns_follow_the_targets_own_answers(pair_folders, folder):
     """After these turns, every drafter gives the texts of plain decoding, up to the same natural ends."""
     bench = Bench(str(pair_folders[0]), arms([SpecConfig("ngram")], [3]), {"max_num_seqs": 2})
     tokenizer = bench.llm.tokenizer
@@ -157,10 +144,10 @@ def test_later_turns_follow_the_targets_own_answers(pair_folders: tuple[Path, Pa
         bench.workload("sets", [replace(prompts[0], messages=({"role": "user", "content": "a " * 10**4},))], params)
 
 
-async def test_a_server_is_asked_for_the_first_turns_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
+async def test_a_server_is_asked_for_the_first_turns_answer(folder, monkeypatch):
+    told = []
 
-    async def ask(client: Any, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
+    async def ask(client, endpoint, route, **fields):
         told.append({"route": route, **fields})
         if route == "tokenize":
             return {"tokens": list(range(999))}
@@ -170,9 +157,9 @@ async def test_a_server_is_asked_for_the_first_turns_answer(folder: Path, monkey
     shape, client = load_prompts.Shape(None, 7), None
     chat, plain = Endpoint("s", "http://s", "m", True), Endpoint("s", "http://s", "m", False)
 
-    async def made(name: str, endpoint: Endpoint, count: int) -> list[dict[str, Any]]:
+    async def made(name, endpoint, count):
         kind = f"{name}:{folder}"
-        return await load_prompts.make_prompts(client, endpoint, kind, shape, count, "1", None)  # type: ignore[arg-type]
+        return await load_prompts.make_prompts(client, endpoint, kind, shape, count, "1", None)
 
     bodies = sorted(await made("mt-bench", chat, 4), key=lambda body: len(body["messages"]))
     assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3]

@@ -1,17 +1,11 @@
 """Block heads: equal to the papers' formulas, in every published layout; unsound ones are refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fixtures_block import LAYOUTS, parsed, plain_block, raw_config, saved_by_speculators
 from fixtures_eagle import random_head, write_head
 from fixtures_models import backends
 from lawkit import MODEL_VOCAB, write_model
-from torch import Tensor
 
 from sameseed import ops
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
@@ -19,13 +13,12 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.block import BlockHead
 from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import load_head, with_vocabulary
-from sameseed.models.head_config import BlockConfig, is_block, is_head, read_head_config
-from sameseed.models.llama import Llama
+from sameseed.models.head_config import is_block, is_head, read_head_config
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t")
-KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+KINDS = {
     "z-lab": ("z-lab", {}, BORROWED),
     "DeepSpec": ("DeepSpec", {}, ("d2t",)),
     "dflash": ("dflash", {"draft_vocab_size": 130}, ("embed_tokens.weight",)),
@@ -41,18 +34,18 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("block") / "target"
     write_model(root, num_hidden_layers=3)
     return root
 
 
 @pytest.fixture(scope="module", params=backends())
-def target(request: pytest.FixtureRequest, folder: Path) -> Llama:
+def target(request, folder):
     return load_model(folder, ops.resolve(request.param))
 
 
-def made(root: Path, kind: str) -> tuple[Path, BlockConfig, dict[str, Tensor]]:
+def made(root, kind):
     layout, changes, drop = KINDS[kind]
     raw = raw_config(layout, MODEL_VOCAB, [0, 2], **changes)
     config = parsed(raw)
@@ -61,14 +54,13 @@ def made(root: Path, kind: str) -> tuple[Path, BlockConfig, dict[str, Tensor]]:
     return write_head(root, raw, tensors | spare), config, tensors
 
 
-def runner_of(head: Any, block: int = 4) -> BlockRunner:
-    assert isinstance(head, BlockHead)
+def runner_of(head, block=4):
     c = head.config.layer
     return BlockRunner(head, KVCache(c.kv_shapes, 24, block))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
+def test_equals_the_formulas(target, tmp_path, kind):
     """Two prompts in unequal steps, then a block behind each, equal one dense pass in which every row sees all."""
     folder, config, w = made(tmp_path, kind)
     assert is_head(folder) and is_block(folder)
@@ -89,7 +81,7 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 @pytest.mark.parametrize(("kind", "size"), [("dflash", MODEL_VOCAB), ("dflash", 130), ("dspark", 130)])
-def test_a_folder_that_speculators_wrote(target: Llama, tmp_path: Path, kind: str, size: int, model_type: str) -> None:
+def test_a_folder_that_speculators_wrote(target, tmp_path, kind, size, model_type):
     """The layers are Qwen3's whatever the model_type; t2d and the confidence head are not read."""
     raw = saved_by_speculators(kind, MODEL_VOCAB, [0, 2], model_type, size)
     config = parsed(saved_by_speculators(kind, MODEL_VOCAB, [0, 2], "qwen3", size))
@@ -108,7 +100,7 @@ def test_a_folder_that_speculators_wrote(target: Llama, tmp_path: Path, kind: st
     assert head.config.captures(3) == (0, 2)
 
 
-def test_layouts_agree(target: Llama, tmp_path: Path) -> None:
+def test_layouts_agree(target, tmp_path):
     """The same settings in all layouts; z-lab and DeepSpec name a layer by its output, speculators by its input."""
     read = {layout: parsed(raw_config(layout, MODEL_VOCAB, [0, 2])) for layout in LAYOUTS}
     for layout, config in read.items():
@@ -117,16 +109,15 @@ def test_layouts_agree(target: Llama, tmp_path: Path) -> None:
         assert (config.from_anchor, config.markov_rank, config.num_guesses) == (spark, 6 * spark, 4 + spark)
 
 
-def test_the_markov_head_is_its_two_matrices(target: Llama, tmp_path: Path) -> None:
+def test_the_markov_head_is_its_two_matrices(target, tmp_path):
     folder, _, w = made(tmp_path, "dspark")
     head = load_head(folder, target, target.ops)
-    assert isinstance(head, BlockHead)
     bias = head.bias(torch.tensor([3, 200], dtype=torch.int32))
     wanted = w["markov_head.markov_w1.weight"][[3, 200]] @ w["markov_head.markov_w2.weight"].T
     torch.testing.assert_close(bias, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_fewer_tokens_have_the_same_logits(target: Llama, tmp_path: Path) -> None:
+def test_fewer_tokens_have_the_same_logits(target, tmp_path):
     folder, _, _ = made(tmp_path, "dspark")
     head = load_head(folder, target, target.ops)
     assert isinstance(head, BlockHead) and head.weights.target_ids is not None
@@ -152,7 +143,7 @@ def test_fewer_tokens_have_the_same_logits(target: Llama, tmp_path: Path) -> Non
         ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),
     ],
 )
-def test_what_changes_the_arithmetic_is_refused(tmp_path: Path, layout: str, changes: Any, said: str) -> None:
+def test_what_changes_the_arithmetic_is_refused(tmp_path, layout, changes, said):
     raw = {**raw_config(layout, MODEL_VOCAB, [0, 2]), **changes}
     if "mask_token_id" in changes and layout == "z-lab":
         raw["dflash_config"] = {"target_layer_ids": [0, 2]}
@@ -169,7 +160,7 @@ def test_what_changes_the_arithmetic_is_refused(tmp_path: Path, layout: str, cha
         ({"aux_hidden_state_layer_ids": [1, 9]}, ConfigError, r"enters the target's layers \[1, 9\]"),
     ],
 )
-def test_a_head_for_another_target(target: Llama, tmp_path: Path, changes: Any, error: Any, said: str) -> None:
+def test_a_head_for_another_target(target, tmp_path, changes, error, said):
     changes = dict(changes)
     raw = raw_config("dspark", changes.pop("tokens", MODEL_VOCAB), [0, 2]) | changes
     write_head(tmp_path, raw, random_head(parsed(raw)))

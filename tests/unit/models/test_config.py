@@ -1,7 +1,5 @@
 """config.json: what is read, and errors that name the field."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -17,11 +15,11 @@ from sameseed.models.loader import read_config
 LLAMA = {"architectures": ["LlamaForCausalLM"], **BASE}
 
 
-def changed(**values: object) -> dict[str, object]:
+def changed(**values):
     return {**LLAMA, **values}
 
 
-def refused(raw: dict[str, object], *words: str) -> None:
+def refused(raw, *words):
     with pytest.raises(ModelLoadError) as caught:
         parse_config(raw, where="somewhere/config.json")
     assert isinstance(caught.value, SameseedError)
@@ -81,7 +79,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 # Values that no setting may have, by setting. The error names the setting.
-IMPOSSIBLE: dict[str, list[object]] = {
+IMPOSSIBLE = {
     **{key: [0, -1, 1.5, "64", True, [], 2**40, 2**31 + 1, math.nan, {}] for key in (*SIZES, *MORE_SIZES)},
     **{key: [0, -1e-5, math.nan, math.inf, "1e-5", True, []] for key in ("rms_norm_eps", "rope_theta")},
     "architecture": [["GPT2LMHeadModel"], ["DeepseekV3ForCausalLM"], [], None, "LlamaForCausalLM", [None], [[]], [{}]],
@@ -143,12 +141,7 @@ def test_settings_that_cannot_be_read_are_refused(changes, word):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [
-        (None, "missing"),
-        ("{", "JSON"),
-        ("[1]", "object"),
-        ("[" * 100_000, "JSON"),
-    ],
+    [(None, "missing"), ("{", "JSON"), ("[1]", "object"), ("[" * 100_000, "JSON")],
     ids=lambda t: repr(t)[:20],
 )
 def test_files_that_are_no_config(text, word, tmp_path):

@@ -15,7 +15,7 @@ from sameseed.scheme import QuantScheme
 TARGET = resolve_model("embedded-target")
 
 
-def formats(draft: str, target_format: str, **settings: object) -> list[str]:
+def formats(draft, target_format, **settings):
     """The formats of the draft's models, for the embedded target."""
     level = resolve(make_config(draft, **settings).spec)
     return [str(m.quant) for m in models_of(level, TARGET, QuantScheme.parse(target_format))]
@@ -25,19 +25,11 @@ def formats(draft: str, target_format: str, **settings: object) -> list[str]:
 @pytest.mark.parametrize(
     ("target_format", "expected"),
     [
-        ("auto", "w8a8"),
-        ("bf16", "w8a8"),
-        ("fp32", "w8a8"),
-        ("w4a8", "w4a8"),
-        ("w8a8n", "w8a8n"),
-        ("w4a16-g64-asym", "w4a16-g64-asym"),
-        ("w4a8-qoq", "w4a8-qoq"),
-        ("nf4-dq", "nf4-dq"),
-        ("w4a8,lm_head=bf16", "w4a8"),
-        ("q4_k-a8", "w4a8"),
-        ("q6_k-a8", "w8a8"),
+        ("auto", "w8a8"), ("bf16", "w8a8"), ("fp32", "w8a8"), ("w4a8", "w4a8"), ("w8a8n", "w8a8n"),
+        ("w4a16-g64-asym", "w4a16-g64-asym"), ("w4a8-qoq", "w4a8-qoq"), ("nf4-dq", "nf4-dq"),
+        ("w4a8,lm_head=bf16", "w4a8"), ("q4_k-a8", "w4a8"), ("q6_k-a8", "w8a8"),
     ],
-)
+)  # fmt: skip
 def test_a_draft_takes_the_format_of_its_target(draft, target_format, expected):
     assert formats(draft, target_format) == [expected]
 

@@ -1,10 +1,6 @@
 """EAGLE heads: equal to the papers' formulas, in every layout and format; unsound ones are refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +8,20 @@ from fixtures_eagle import combine, plain_head, random_head, raw_config, write_h
 from fixtures_models import backends
 from lawkit import MODEL_VOCAB, write_model
 from safetensors.torch import load_file
-from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, TreeLevel
-from sameseed.models.head_config import HeadConfig, is_head, parse_head_config, read_head_config
-from sameseed.models.llama import Llama
+from sameseed.models.head_config import is_head, parse_head_config, read_head_config
 from sameseed.models.loader import load_model
 from sameseed.ops import plain_rows
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 
-KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+KINDS = {
     "eagle": ("eagle", {}, ("embed_tokens.weight", "lm_head.weight")),
     "eagle, all its own": ("eagle", {"head_dim": 4, "num_attention_heads": 6}, ()),
     "eagle without bias": ("eagle", {}, ("fc.bias", "embed_tokens.weight")),
@@ -53,22 +46,22 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def target_folder(root: Path, **changes: Any) -> Path:
+def target_folder(root, **changes):
     write_model(root, **{"num_hidden_layers": 3, **changes})
     return root
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return target_folder(tmp_path_factory.mktemp("eagle") / "target")
 
 
 @pytest.fixture(scope="module", params=backends())
-def target(request: pytest.FixtureRequest, folder: Path) -> Llama:
+def target(request, folder):
     return load_model(folder, ops.resolve(request.param))
 
 
-def made(root: Path, kind: str) -> tuple[Path, HeadConfig, dict[str, Tensor], str]:
+def made(root, kind):
     layout, changes, drop = KINDS[kind]
     raw = raw_config(layout, MODEL_VOCAB, None if layout == "eagle" else [1, 2, 3], **changes)
     config = parse_head_config(raw)
@@ -77,13 +70,13 @@ def made(root: Path, kind: str) -> tuple[Path, HeadConfig, dict[str, Tensor], st
     return write_head(root, raw, tensors), config, tensors, at
 
 
-def make_runner(head: EagleHead, window: int | None = None) -> HeadRunner:
+def make_runner(head, window=None):
     c = head.config.layer
     return HeadRunner(head, KVCache(c.kv_shapes, 16, 4), window)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
+def test_equals_the_formulas(target, tmp_path, kind):
     """Two prompts in unequal steps, then two levels of a tree, equal one dense pass over all rows."""
     folder, config, w, at = made(tmp_path, kind)
     head = load_head(folder, target, target.ops)
@@ -133,7 +126,7 @@ def test_equals_the_formulas(target: Llama, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("quant", ["auto", "w4a8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_passes_have_the_bits_of_direct_ones(folder: Path, tmp_path: Path, kind: str, quant: str) -> None:
+def test_replayed_passes_have_the_bits_of_direct_ones(folder, tmp_path, kind, quant):
     if "cpu" not in backends():
         pytest.skip("the native module is not built")
     target = load_model(folder, ops.resolve("cpu"))
@@ -151,11 +144,11 @@ def test_replayed_passes_have_the_bits_of_direct_ones(folder: Path, tmp_path: Pa
         found = head.forward(x, batch, replayed, window or None, captured=captured)
         assert all(map(torch.equal, found, wanted))
         assert direct.layers[0].k.equal(replayed.layers[0].k)
-        plan = head._run.recorded(1, replayed, (int(captured), window), [x.shape[1]])  # type: ignore[attr-defined]
+        plan = head._run.recorded(1, replayed, (int(captured), window), [x.shape[1]])
         assert plan is not None, "nothing of it runs op by op"
 
 
-def test_a_window_hides_what_is_far(target: Llama, tmp_path: Path) -> None:
+def test_a_window_hides_what_is_far(target, tmp_path):
     folder, config, w, at = made(tmp_path, "eagle3")
     runner = make_runner(load_head(folder, target, target.ops), window=4)
     tokens, hidden = torch.arange(3, 15), torch.randn(12, 96, generator=torch.Generator().manual_seed(2))
@@ -168,7 +161,7 @@ def test_a_window_hides_what_is_far(target: Llama, tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], wanted[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_shared_tensors_are_the_targets_own(target: Llama, tmp_path: Path) -> None:
+def test_the_shared_tensors_are_the_targets_own(target, tmp_path):
     head = load_head(made(tmp_path, "eagle")[0], target, target.ops)
     assert head.weights.embedding is target.weights.embedding
     assert head.weights.lm_head is target.weights.lm_head
@@ -179,7 +172,7 @@ def test_the_shared_tensors_are_the_targets_own(target: Llama, tmp_path: Path) -
 
 @pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a8", "w4a16", "nf4", "fp8", "w8a8,lm_head=w4a8"])
 @pytest.mark.parametrize("kind", ["eagle", "speculators"])
-def test_any_format(target: Llama, tmp_path: Path, kind: str, quant: str) -> None:
+def test_any_format(target, tmp_path, kind, quant):
     """A head stored in a format gives nearly the head's own output, and its size is known before it is loaded."""
     folder, config, _, _ = made(tmp_path, kind)
     chosen = QuantScheme.parse(quant)
@@ -198,7 +191,7 @@ def test_any_format(target: Llama, tmp_path: Path, kind: str, quant: str) -> Non
     assert not torch.equal(*both)
 
 
-def test_a_quantized_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint(folder, tmp_path):
     """The codes of a compressed-tensors checkpoint are kept."""
     head, _, tensors, at = made(tmp_path / "dense", "eagle3")
     raw = json.loads((head / "config.json").read_text())
@@ -219,13 +212,12 @@ def test_a_quantized_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant", ["auto", "w8a8", "w4a8", "nf4", "fp8-b128"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_reduced_vocabulary_keeps_the_logits(target: Llama, tmp_path: Path, kind: str, quant: str) -> None:
+def test_a_reduced_vocabulary_keeps_the_logits(target, tmp_path, kind, quant):
     folder = made(tmp_path, kind)[0]
     whole = load_head(folder, target, target.ops, QuantScheme.parse(quant))
     ids = torch.tensor(sorted({5, 9, 40, 41, 100, 133, 200, 303}))
     few = with_vocabulary(whole, ids)
     own = torch.arange(MODEL_VOCAB) if whole.weights.target_ids is None else whole.weights.target_ids.long()
-    assert few.weights.target_ids is not None
     assert set(few.weights.target_ids.tolist()) == set(ids.tolist()) & set(own.tolist())
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(4))
     columns = torch.isin(own, ids).nonzero().flatten()
@@ -239,7 +231,7 @@ def test_a_reduced_vocabulary_keeps_the_logits(target: Llama, tmp_path: Path, ki
         with_vocabulary(few, torch.tensor([6]))
 
 
-def refused(folder: Path, target: Path, error: type[Exception], text: str) -> None:
+def refused(folder, target, error, text):
     model = load_model(target, ops.resolve("reference"))
     with pytest.raises(error, match=text):
         head_bytes(folder, QuantScheme(), model.config)
@@ -247,7 +239,7 @@ def refused(folder: Path, target: Path, error: type[Exception], text: str) -> No
         load_head(folder, model, model.ops)
 
 
-def test_heads_for_another_target(folder: Path, tmp_path: Path) -> None:
+def test_heads_for_another_target(folder, tmp_path):
     head = made(tmp_path / "head", "eagle3")[0]
     wide = target_folder(tmp_path / "wide", hidden_size=40)
     refused(head, wide, ConfigError, "hidden states of 32 values, the target's have 40")
@@ -257,7 +249,7 @@ def test_heads_for_another_target(folder: Path, tmp_path: Path) -> None:
     refused(head, flat, ConfigError, r"layers \[1, 2, 3\].* target has layers 1 to 1")
 
 
-def test_names_that_begin_with_model(folder: Path, tmp_path: Path) -> None:
+def test_names_that_begin_with_model(folder, tmp_path):
     """NeMo's names: all but the LM head's and `d2t` begin with `model.`."""
     head, _, tensors, _ = made(tmp_path, "EAGLE-3.1")
     model = load_model(folder, ops.resolve("reference"))
@@ -272,7 +264,7 @@ def test_names_that_begin_with_model(folder: Path, tmp_path: Path) -> None:
     refused(head, folder, ModelLoadError, "has model.fc.weight and fc.weight; take one of them out")
 
 
-def test_the_window_is_that_of_its_first_layer() -> None:
+def test_the_window_is_that_of_its_first_layer():
     raw = {**raw_config("eagle3", 304, architectures=["Eagle3Qwen3ForCausalLM"]), "sliding_window": 64}
     assert parse_head_config(raw).layer.windows == (None,)
     assert parse_head_config({**raw, "use_sliding_window": True}).layer.windows == (64,)
@@ -280,7 +272,7 @@ def test_the_window_is_that_of_its_first_layer() -> None:
         assert parse_head_config({**raw, "use_sliding_window": True, "layer_types": kinds}).layer.windows == (window,)
 
 
-def test_captured_layers_are_inputs() -> None:
+def test_captured_layers_are_inputs():
     """Published ids name the input of a layer, so the output of the layer before it is captured."""
     third = parse_head_config(raw_config("eagle3", 304))
     assert third.captures(32) == (1, 15, 28)
@@ -302,12 +294,12 @@ def test_captured_layers_are_inputs() -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
     ],
 )
-def test_unsound_configs(change: dict[str, Any], text: str) -> None:
+def test_unsound_configs(change, text):
     with pytest.raises(ModelLoadError, match=text):
         parse_head_config({**raw_config("eagle3", 304), **change})
 
 
-def test_unsound_vocabularies(folder: Path, tmp_path: Path) -> None:
+def test_unsound_vocabularies(folder, tmp_path):
     head = made(tmp_path, "eagle3")[0]
     raw, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
     write_head(head, raw, {**tensors, "d2t": tensors["d2t"] + 300})
@@ -324,7 +316,7 @@ def test_unsound_vocabularies(folder: Path, tmp_path: Path) -> None:
         load_head(head, model, model.ops)
 
 
-def test_old_heads_are_known_by_their_fc(folder: Path, tmp_path: Path) -> None:
+def test_old_heads_are_known_by_their_fc(folder, tmp_path):
     """The first EAGLE checkpoints claim to be a LlamaForCausalLM of one layer."""
     head = made(tmp_path, "eagle")[0]
     raw = json.loads((head / "config.json").read_text())
@@ -335,7 +327,7 @@ def test_old_heads_are_known_by_their_fc(folder: Path, tmp_path: Path) -> None:
     assert not is_head(target_folder(tmp_path / "one", num_hidden_layers=1))
 
 
-def test_a_head_is_refused_by_the_signs_of_another_targets_embedding(folder: Path, tmp_path: Path) -> None:
+def test_a_head_is_refused_by_the_signs_of_another_targets_embedding(folder, tmp_path):
     head, _, _, _ = made(tmp_path / "head", "eagle3")
     target = load_model(folder, ops.resolve("reference"))
     raw = json.loads((head / "config.json").read_text())

@@ -1,68 +1,38 @@
 """Families with experts: transformers' logits at every position; stacked tensors, MXFP4 blocks and GGUF files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fixtures_gguf import write_gguf
-from fixtures_models import (
-    all_logits,
-    joined_experts,
-    load,
-    oracle_logits,
-    prompt,
-    published_experts,
-    random_tensors,
-)
+from fixtures_models import all_logits, joined_experts, load, oracle_logits, prompt, published_experts, random_tensors
 from safetensors.torch import save_file
-from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import family, parse_config
 from sameseed.models.loader import read_config
 
-SHARED: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-}
+SHARED = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "eos_token_id": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "qwen": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32,
+        "norm_topk_prob": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "gpt-oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "attention_bias": True,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {**YARN, "rope_theta": 150000.0},
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {**YARN, "rope_theta": 150000.0},
     },
-}
+}  # fmt: skip
 MODELS["qwen-dense-layers"] = {**MODELS["qwen"], "norm_topk_prob": False, "mlp_only_layers": [1]}
 
 
-def written(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+def written(folder, name, **changes):
     folder.mkdir(exist_ok=True)
     raw = {**SHARED, **MODELS[name], "dtype": "float32"}
     tensors = random_tensors(parse_config(raw))
@@ -72,7 +42,7 @@ def written(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, An
     return folder, raw, tensors
 
 
-def close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+def close(got, wanted, tolerance):
     assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
     if tolerance < 1e-3:
         assert got.argmax(-1).equal(wanted.argmax(-1))
@@ -97,7 +67,7 @@ def test_gguf_files(name, kind, tolerance, joined, tmp_path):
         parts[gate.replace("gate_", "gate_up_")] = torch.cat(
             [parts.pop(gate), parts.pop(gate.replace("gate", "up"))], 1
         )
-    keys: dict[str, Any] = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    keys = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 32}
     if name == "gpt-oss":
         keys |= {"expert_feed_forward_length": 96, "attention.sliding_window": 32, "rope.scaling.type": "yarn"}
         keys |= {"rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
@@ -117,7 +87,7 @@ def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):
     quantized = {"quantization_config": {"quant_method": "mxfp4"}}
     folder, raw, tensors = written(tmp_path / "model", "gpt-oss", **quantized)
     fmt, decoded = scheme.get("mxfp4"), {}
-    codes: dict[str, Tensor] = {}
+    codes = {}
     for name, value in tensors.items():
         decoded[name] = value
         if ".experts." in name and name.endswith("weight"):

@@ -1,7 +1,5 @@
 """Damaged and malicious checkpoints: each loads or is refused with a clear error, in bounded memory and time."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -9,10 +7,8 @@ import resource
 import shutil
 import signal
 import struct
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_gguf import bpe_keys, write_gguf
@@ -29,14 +25,14 @@ from sameseed.scheme import QuantScheme
 
 ROOM = 600 << 20  # bytes of address space that a case may take beyond what the process has
 SECONDS = 60  # after which a case counts as hanging
-RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+RAW = {**VARIANTS["llama2"].raw, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded():
     """Limits memory to ROOM more bytes, and time to SECONDS."""
 
-    def hang(*_: object) -> None:
+    def hang(*_):
         raise AssertionError("hangs")
 
     (pages,) = (int(x) for x in Path("/proc/self/statm").read_text().split()[:1])
@@ -52,7 +48,7 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def survives(path: Path, tokenizer: bool = False) -> bool:
+def survives(path, tokenizer=False):
     """Whether the checkpoint loads; an error other than SameseedError fails the test."""
     with bounded():
         try:
@@ -67,7 +63,7 @@ def survives(path: Path, tokenizer: bool = False) -> bool:
 NUMBERS = [0, 1, 2, 7, 8, 31, 127, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1]
 
 
-def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
+def mutated(data, end, rng):
     """Random damage in the first `end` bytes: flips, extreme numbers, lost or doubled pieces, an early end."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
@@ -91,7 +87,7 @@ def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def gguf_file(tmp_path_factory):
     """A small file with all that a GGUF file can have: codes, floats, a tokenizer with its template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     source = HFTokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "he", "ll"])}, [("h", "e"), ("l", "l")]))
@@ -105,7 +101,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(path, raw, tensors, lambda n: kinds.get(n, "Q8_0"), tokenizer=keys).read_bytes()
 
 
-def header_end(data: bytes) -> int:
+def header_end(data):
     """The end of the metadata and tensor infos of a sound file: just behind the last tensor's name."""
     return data.rindex(b"output.weight") + 60
 
@@ -132,7 +128,7 @@ def test_gguf_headers(seed, gguf_file, tmp_path):
     assert loaded < 40  # some of the damage must matter
 
 
-LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+LAYOUTS = {
     "gptq": (gptq(act_order=True), {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}}),
     "awq": (awq(), {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}),
     "packed": (ct_integers(4, 64, False), ct_config(4, "int", "group", "pack-quantized", 64, False)),
@@ -143,7 +139,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """A checkpoint of each layout."""
     found = {}
     for name, (writer, config) in LAYOUTS.items():
@@ -175,14 +171,14 @@ def test_safetensors_headers(name, folders, tmp_path):
         survives(folder)
 
 
-STRANGE: list[Any] = [
+STRANGE = [
     None, True, False, -1, 0, 1, 3, 4, 8, 33, 2**31, 2**70, 1.5, "", "x", "re:(a|a)*b", "re:[", "linear", [], {},
     {"a": 1}, [0, 128], [2**70, 1], ["Linear"], [None], "pack-quantized", "int-quantized", "channel", "tensor", "block",
     "nf4", "w4a16", "gptq_v2",
 ]  # fmt: skip
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(value, at=()):
     """The paths of all values within a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return (
@@ -192,12 +188,12 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     )
 
 
-def changed(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def changed(config, rng):
     """A copy with one or two settings replaced or removed."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice([1, 1, 2])):
         path = rng.choice(places(config))
-        parent: Any = config
+        parent = config
         for step in path[:-1]:
             parent = parent[step]
         if rng.random() < 0.2:

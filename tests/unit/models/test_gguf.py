@@ -1,13 +1,9 @@
 """GGUF files: the same model as its Hugging Face folder, with the file's own codes if a kernel supports them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import struct
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -15,7 +11,6 @@ import pytest
 import torch
 from fixtures_gguf import as_type, gguf_bytes, info, key, text, write_gguf
 from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, prompt, random_tensors, write_checkpoint
-from torch import Tensor
 
 from sameseed import ops
 from sameseed.config import EngineConfig
@@ -31,15 +26,15 @@ from sameseed.models.weights import weight_bytes
 from sameseed.scheme import QuantScheme, get
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
-RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}
+RAW = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def _say_again() -> None:
+def _say_again():
     base.say_once.cache_clear()
 
 
-def refused(path: Path, *words: str) -> None:
+def refused(path, *words):
     with pytest.raises(ModelLoadError) as caught:
         load(path)
     for word in (str(path), *words):
@@ -51,13 +46,11 @@ def refused(path: Path, *words: str) -> None:
 BY_NAME = {name: arch for arch, (name, _) in GGUF_ARCHITECTURES.items()}
 NAMES = ("llama2", "llama3", "llama3.2", "llama-biases", "mistral-full", "qwen2", "qwen2.5-tied", "qwen3")
 NAMES += ("smollm3", "granite", "ministral3", "gemma3", "gemma4", "gemma4-e")
-ARCH_KEYS: dict[str, dict[str, Any]] = {
+ARCH_KEYS = {
     "ministral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
     "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.5},
     "gemma3": {
-        "attention.sliding_window": 7,
-        "final_logit_softcapping": 8.0,
-        "rope.scaling.type": "linear",
+        "attention.sliding_window": 7, "final_logit_softcapping": 8.0, "rope.scaling.type": "linear",
         "rope.scaling.factor": 8.0,
     },
     "gemma4": {
@@ -77,7 +70,7 @@ ARCH_KEYS: dict[str, dict[str, Any]] = {
         "attention.key_length_swa": 16,
         "embedding_length_per_layer_input": 8,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +88,7 @@ def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
     assert got.equal(want) if exact else (got - want).abs().max() < 1e-3
 
 
-def llama3_factors(raw: dict[str, Any]) -> Tensor:
+def llama3_factors(raw):
     """Rope factors as llama.cpp's converter writes them, from the definition of the bands."""
     rope = raw["rope_parameters"]
     dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
@@ -154,7 +147,7 @@ def test_rope_scaling_by_its_keys(keys, factor, tmp_path):
 # --- block types ---
 
 
-def kinds(kind: str) -> Any:
+def kinds(kind):
     return lambda name: kind
 
 
@@ -230,7 +223,7 @@ def test_types_that_no_kernel_has_are_rounded_with_a_notice_and_exact_on_demand(
     assert load(path, weights="fp32").weights.layers[0].down.parts["weight"].equal(meant)
 
 
-def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.ndarray[Any, Any]:
+def random_blocks(height, width, kind, *scales_at):
     """Rows of blocks with random bits, and small scales at the given offsets."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(1)
@@ -244,15 +237,11 @@ def random_blocks(height: int, width: int, kind: str, *scales_at: int) -> np.nda
 @pytest.mark.parametrize(
     ("kind", "at", "text_"),
     [
-        ("Q2_K", (80, 82), "q2_k-a8"),
-        ("Q3_K", (108,), "q6_k-a8"),
-        ("Q4_K", (0, 2), "q4_k-a8"),
-        ("Q5_K", (0, 2), "q5_k-a8"),
-        ("Q6_K", (208,), "q6_k-a8"),
-        ("IQ4_NL", (0,), "iq4_nl-a8"),
+        ("Q2_K", (80, 82), "q2_k-a8"), ("Q3_K", (108,), "q6_k-a8"), ("Q4_K", (0, 2), "q4_k-a8"),
+        ("Q5_K", (0, 2), "q5_k-a8"), ("Q6_K", (208,), "q6_k-a8"), ("IQ4_NL", (0,), "iq4_nl-a8"),
         ("IQ4_XS", (0,), "iq4_nl-a8"),
     ],
-)
+)  # fmt: skip
 def test_random_blocks_mean_what_the_gguf_package_says(kind, at, text_, tmp_path, caplog):
     """Values are exactly the file's, in chunks and in rows of another order, and every backend runs a model of them."""
     tensors = random_tensors(parse_config(RAW))

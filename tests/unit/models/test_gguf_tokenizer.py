@@ -1,12 +1,7 @@
 """Tokenizers rebuilt from GGUF files split and spell texts as their originals do."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 from fixtures_gguf import LLAMA3, O200K, QWEN2, TEXTS, bpe_keys, trained, write_gguf
 from fixtures_models import VARIANTS, random_tensors
@@ -17,15 +12,15 @@ from sameseed.models.config import parse_config
 from sameseed.models.gguf.tokenizer import PRE, SPACE
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config
 
-RAW: dict[str, Any] = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
+RAW = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
 
 
-def write(folder: Path, tokenizer: Any, vocab_size: int = RAW["vocab_size"]) -> Path:
+def write(folder, tokenizer, vocab_size=RAW["vocab_size"]):
     raw = {**RAW, "vocab_size": vocab_size}
     return write_gguf(folder / "model.gguf", raw, random_tensors(parse_config(raw)), tokenizer=tokenizer)
 
 
-ORIGINALS: dict[str, Any] = {
+ORIGINALS = {
     "llama-bpe": LLAMA3,
     "smaug-bpe": LLAMA3,  # SmolLM3
     "dbrx": LLAMA3,  # Granite 4
@@ -129,7 +124,7 @@ WORDS = {
 }  # fmt: skip
 
 
-def spm(writer: gguf.GGUFWriter) -> None:
+def spm(writer):
     writer.add_tokenizer_model("llama")
     writer.add_token_list([*PIECES, *WORDS, "[INST]"])
     writer.add_token_scores([0.0] * len(PIECES) + [float(s) for s in WORDS.values()] + [0.0])
@@ -138,7 +133,7 @@ def spm(writer: gguf.GGUFWriter) -> None:
     writer.add_eos_token_id(2)
 
 
-def merged(text: str) -> list[str]:
+def merged(text):
     """sentencepiece's rule: merge the two neighbours with the best score, the leftmost of equals, again and again."""
     parts = list(SPACE + text.replace(" ", SPACE))
     while True:
@@ -178,8 +173,8 @@ def test_an_unknown_way_of_cutting_is_named(tmp_path):
         assert word in str(caught.value)
 
 
-def broken(name: str, value: Any) -> Any:
-    def keys(writer: gguf.GGUFWriter) -> None:
+def broken(name, value):
+    def keys(writer):
         writer.add_tokenizer_model("llama" if name == "scores" else "gpt2")
         writer.add_tokenizer_pre("gpt-2")
         values = {"token_list": ["a", "b", "ab"], "token_merges": ["a b"], "token_types": [1, 1, 1]} | {name: value}
@@ -197,15 +192,11 @@ def broken(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("token_merges", None, "needs merges"),
-        ("token_merges", ["ab"], "not two pieces"),
-        ("token_merges", ["a x"], "cannot be rebuilt"),
-        ("token_types", [1, 1], "token_type does not fit"),
-        ("token_list", None, "no tokens"),
-        ("bos_token_id", 7, "bos token 7"),
-        ("scores", [1.0], "scores does not fit"),
+        ("token_merges", None, "needs merges"), ("token_merges", ["ab"], "not two pieces"),
+        ("token_merges", ["a x"], "cannot be rebuilt"), ("token_types", [1, 1], "token_type does not fit"),
+        ("token_list", None, "no tokens"), ("bos_token_id", 7, "bos token 7"), ("scores", [1.0], "scores does not fit"),
     ],
-)
+)  # fmt: skip
 def test_tokenizers_that_contradict_themselves(name, value, word, tmp_path):
     with pytest.raises(ModelLoadError, match=word):
         load_tokenizer(write(tmp_path, broken(name, value)))
@@ -216,7 +207,7 @@ def test_spellings_that_occur_twice(tmp_path):
     source = trained(QWEN2)
     keys = bpe_keys(source, "qwen2", {"[PAD]": 5})
 
-    def twice(writer: gguf.GGUFWriter) -> None:
+    def twice(writer):
         keys(writer)
         tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
         tokens[-1] = tokens[0]

@@ -1,17 +1,12 @@
 """Quantized checkpoints of other tools: decoded as documented, with their own codes if a kernel supports them."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fixtures_layouts import (
     RAW,
-    Writer,
     awq,
     bnb_int8,
     bnb_nf4,
@@ -50,7 +45,7 @@ UP = "model.layers.1.mlp.up_proj"  # rows of 128
 DOWN = "model.layers.1.mlp.down_proj"  # rows of 256
 
 # name -> writer, quantization_config, scheme of DOWN ("rounded": its values are rounded to w8a16-g32)
-LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
+LAYOUTS = {
     "gptq": (gptq(), GPTQ, "w4a16-g128"),
     "gptq-asym": (gptq(symmetric=False), GPTQ | {"sym": False}, "w4a16-g128-asym"),
     "gptq-v2": (
@@ -125,7 +120,7 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any], str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _say_again() -> None:
+def _say_again():
     base.say_once.cache_clear()
 
 
@@ -210,7 +205,7 @@ def test_mixed_groups_targets_and_ignored_layers(tmp_path):
     """Targets by name go before regular expressions, and these before classes; all other modules are dense."""
     coarse, fine = ct_integers(4, 128), ct_integers(8, None, layout="int-quantized")
 
-    def writer(weight: Any, name: str, generator: Any) -> Any:
+    def writer(weight, name, generator):
         return (fine if name.endswith("down_proj") else coarse)(weight, name, generator)
 
     config = ct_config(4, "int", "group", "pack-quantized", 128)
@@ -275,7 +270,7 @@ def test_static_scales_of_the_cache_beside_dense_weights_are_left_out(tensor, tm
     assert all_logits(load(tmp_path), prompt(5, 32)).equal(plain)
 
 
-BESIDE: dict[str, tuple[Writer, dict[str, Any]]] = {
+BESIDE = {
     "quantize_config.json": (gptq(), {k: v for k, v in GPTQ.items() if k != "quant_method"}),
     "quant_config.json": (awq(), {"bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True}),
     "hf_quant_config.json": (
@@ -320,7 +315,7 @@ def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
     """GPTQModel's `dynamic` rules: + (or no sign) changes settings, - leaves a module dense."""
     eight, four = gptq(8, 64), gptq()
 
-    def writer(weight: Any, name: str, generator: Any) -> Any:
+    def writer(weight, name, generator):
         return (eight if name.endswith("down_proj") else four)(weight, name, generator)
 
     dynamic = {r"+:.*down_proj": {"bits": 8, "group_size": 64}, r"-:.*v_proj": {}}
@@ -382,7 +377,7 @@ def test_symmetric_gptq_with_other_zero_points_is_refused_on_every_path(name, tm
 # --- what is refused ---
 
 
-def refused(folder: Path, *words: str) -> None:
+def refused(folder, *words):
     with pytest.raises(ModelLoadError) as caught:
         load(folder)
     for word in words:
@@ -425,7 +420,7 @@ def test_settings_that_cannot_be_read(config, words, tmp_path):
     refused(tmp_path, *words)
 
 
-def damaged(folder: Path, **changes: torch.Tensor | None) -> None:
+def damaged(folder, **changes):
     """Replaces or removes tensors of UP."""
     tensors = read_tensors(folder)
     for kind, value in changes.items():
@@ -465,14 +460,14 @@ def test_damaged_tensors(name, kind, value, words, tmp_path):
     refused(tmp_path, UP, *words)
 
 
-def damaged_codes(folder: Path, kind: str, code: int) -> None:
+def damaged_codes(folder, kind, code):
     """Sets the last byte of a tensor of UP to `code`."""
     tensor = read_tensors(folder)[f"{UP}.{kind}"]
     tensor.view(torch.uint8).view(-1)[-1] = code
     damaged(folder, **{kind: tensor})
 
 
-def not_finite(folder: Path) -> None:
+def not_finite(folder):
     """Every way to read a matrix refuses it."""
     for read in (lambda c, n: c.rows(n, 0, 2), Checkpoint.tensor, Checkpoint.stored):
         with Checkpoint(folder) as checkpoint:

@@ -1,10 +1,6 @@
 """The embedded model as GGUF files by public tools: our logits equal llama.cpp's up to llama.cpp's rounding."""
 
-from __future__ import annotations
-
 import ctypes
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ PROMPT = "Once upon a time there was a little bear who lived in a small house ne
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory):
     """GGUF files written by the gguf package and quantized by llama.cpp."""
     source, folder = resolve_model("embedded"), tmp_path_factory.mktemp("gguf")
     raw = read_json(source / "config.json")
@@ -43,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("kind", "mean"), [("bf16", 0.01), ("q8_0", 0.03), ("q4_0", 0.03), ("q4_k_m", 0.05)])
 def test_logits_are_those_of_llama_cpp(kind, mean, files):
     ids = Tokenizer.from_folder(resolve_model("embedded")).encode(PROMPT)
-    model: Any = llama_cpp.Llama(str(files[kind]), n_ctx=128, n_threads=1, logits_all=True, verbose=False)
+    model = llama_cpp.Llama(str(files[kind]), n_ctx=128, n_threads=1, logits_all=True, verbose=False)
     model.eval(ids)
     want = torch.from_numpy(np.array(model.scores[: len(ids)])).float()
     got = all_logits(load(files[kind], "reference"), ids)

@@ -1,12 +1,9 @@
 """Checkpoints that cannot be read are refused with tensor, file and remedy; none of their code is ever run."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,20 +36,20 @@ from sameseed.scheme import QuantScheme
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A sound checkpoint for tests to damage."""
     return write_checkpoint(tmp_path / "model", VARIANTS["llama3.2"])
 
 
-def weights(folder: Path) -> Path:
+def weights(folder):
     return folder / "model.safetensors"
 
 
-def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def rewrite(folder, tensors):
     save_file({n: t.contiguous() for n, t in tensors.items()}, weights(folder), {"format": "pt"})
 
 
-def refused(folder: Path, *words: str) -> None:
+def refused(folder, *words):
     with pytest.raises(ModelLoadError) as caught:
         load(folder)
     assert isinstance(caught.value, SameseedError) and isinstance(caught.value, ValueError)
@@ -169,14 +166,14 @@ def test_code_of_a_checkpoint_is_never_run(folder):
 
 
 @pytest.fixture
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     write_shards(folder, read_tensors(folder))
     weights(folder).unlink()
     load(folder)  # sound so far
     return folder
 
 
-def index(folder: Path) -> Path:
+def index(folder):
     return folder / "model.safetensors.index.json"
 
 
@@ -264,9 +261,9 @@ def test_unknown_path(name, monkeypatch, tmp_path):
 def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
     from huggingface_hub.utils import filter_repo_objects
 
-    asked: dict[str, Any] = {}
+    asked = {}
 
-    def download(name: str, **options: object) -> str:
+    def download(name, **options):
         asked.update(options, name=name)
         return str(folder)
 
@@ -291,44 +288,30 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
 # --- safetensors headers ---
 
 
-def header_file(folder: Path, entries: object, data: bytes = b"") -> None:
+def header_file(folder, entries, data=b""):
     text = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
     weights(folder).write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
+def entry(begin, end, **changes):
     return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]} | changes
 
 
 @pytest.mark.parametrize(
     "entries",
     [
-        {"a": entry(0, 8), "b": entry(4, 12)},
-        {"a": entry(0, 8), "b": entry(0, 8)},
-        {"a": entry(0, 4), "b": entry(8, 12)},
-        {"a": entry(4, 12)},
-        {"a": entry(0, 8)},
-        {"a": entry(0, 16)},
-        {"a": entry(0, 12, shape=[4])},
-        {"a": entry(0, 12, shape=[2**40, 2**40])},
-        {"a": entry(0, 12, shape=[-3])},
-        {"a": entry(0, 12, shape=[3.0])},
-        {"a": entry(0, 12, shape=[True, 3])},
-        {"a": entry(0, 12, shape=3)},
-        {"a": entry(0, 12, shape=[1] * 8 + [3])},
-        {"a": entry(0, 12, dtype="F33")},
-        {"a": entry(0, 12, dtype=["F32"])},
-        {"a": entry(0, 12, data_offsets=[12, 0])},
-        {"a": entry(0, 12, data_offsets=[0, 12, 12])},
-        {"a": entry(0, 12, data_offsets=["0", "12"])},
-        {"a": [0, 12]},
+        {"a": entry(0, 8), "b": entry(4, 12)}, {"a": entry(0, 8), "b": entry(0, 8)},
+        {"a": entry(0, 4), "b": entry(8, 12)}, {"a": entry(4, 12)}, {"a": entry(0, 8)}, {"a": entry(0, 16)},
+        {"a": entry(0, 12, shape=[4])}, {"a": entry(0, 12, shape=[2**40, 2**40])}, {"a": entry(0, 12, shape=[-3])},
+        {"a": entry(0, 12, shape=[3.0])}, {"a": entry(0, 12, shape=[True, 3])}, {"a": entry(0, 12, shape=3)},
+        {"a": entry(0, 12, shape=[1] * 8 + [3])}, {"a": entry(0, 12, dtype="F33")}, {"a": entry(0, 12, dtype=["F32"])},
+        {"a": entry(0, 12, data_offsets=[12, 0])}, {"a": entry(0, 12, data_offsets=[0, 12, 12])},
+        {"a": entry(0, 12, data_offsets=["0", "12"])}, {"a": [0, 12]},
         b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}',
-        b"\xff{}",
-        b"[" * 100_000,
-        b'{"a":1e999}',
+        b"\xff{}", b"[" * 100_000, b'{"a":1e999}',
     ],
     ids=lambda e: str(e)[:60],
-)
+)  # fmt: skip
 def test_headers_that_contradict_the_file(entries, folder):
     header_file(folder, entries, bytes(12))
     refused(folder, str(weights(folder)), "download it again")
@@ -368,7 +351,7 @@ def test_a_file_cut_while_it_is_read(folder):
 FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
 
 
-def matrices(model: Any) -> list[Any]:
+def matrices(model):
     return list(model.weights.matrices)
 
 
@@ -467,17 +450,11 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
 @pytest.mark.parametrize(
     ("format", "head"),
     [
-        ("w4a8", "w8a8"),
-        ("w4a16-g32", "w8a16"),
-        ("nf4", "w8a16"),
-        ("mxfp4,model.layers.0.*=w8a8", "w8a16"),
-        ("w4a8,lm_head=w4a8", "w4a8"),
-        ("w4a8,lm_head=bf16", "bf16"),
-        ("w8a8", "w8a8"),
-        ("auto", "auto"),
+        ("w4a8", "w8a8"), ("w4a16-g32", "w8a16"), ("nf4", "w8a16"), ("mxfp4,model.layers.0.*=w8a8", "w8a16"),
+        ("w4a8,lm_head=w4a8", "w4a8"), ("w4a8,lm_head=bf16", "bf16"), ("w8a8", "w8a8"), ("auto", "auto"),
     ],
-)
-def test_a_head_has_8_bits_unless_it_is_named(variant: str, format: str, head: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_head_has_8_bits_unless_it_is_named(variant, format, head, tmp_path):
     folder = write_checkpoint(tmp_path / "model", VARIANTS[variant])
     scheme = target_scheme(format, folder)
     names = ("model.embed_tokens", "lm_head") if read_config(folder).tied_embeddings else ("lm_head",)
@@ -487,21 +464,21 @@ def test_a_head_has_8_bits_unless_it_is_named(variant: str, format: str, head: s
     assert target_scheme(format, folder) == QuantScheme.parse(format), "made-up weights have no quality"
 
 
-def test_a_head_stored_in_4_bits_stays(tmp_path: Path) -> None:
+def test_a_head_stored_in_4_bits_stays(tmp_path):
     folder = write_checkpoint(tmp_path / "model", VARIANTS["qwen3"])
     quantize(QuantizePlan(str(folder), tmp_path / "low", "w4a16,lm_head=w4a16"))
     assert target_scheme("w4a16", tmp_path / "low").at("lm_head").name == "w4a16"
     assert target_scheme("nf4", tmp_path / "low").at("lm_head").name == "w8a16"
 
 
-def test_fewer_bits_than_the_file_has_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_bits_than_the_file_has_are_told(folder, caplog):
     say_once.cache_clear()
     for format in ("w8a8", "w4a8", "w4a8"):
         target_scheme(format, folder)
     assert [record.message.count("eval --compare") for record in caplog.records] == [1]
 
 
-def test_an_adapter_beside_the_model_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_beside_the_model_is_told(folder, caplog):
     (folder / "adapter_config.json").write_text("{}")
     loader.load_model(folder, ops.resolve("reference"))
     assert "merge" in caplog.text

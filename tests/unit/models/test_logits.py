@@ -1,9 +1,5 @@
 """Every model of the family gives the logits of `transformers`, whatever the layout of its files."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from fixtures_models import (
@@ -24,18 +20,18 @@ TOLERANCE = 1e-4  # largest difference of float32 logits of size 2
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     return {name: write_checkpoint(folder / name, variant) for name, variant in VARIANTS.items()}
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+def expected(checkpoints):
     """The oracle's logits of each variant's prompt, computed once for all backends."""
     return {name: oracle_logits(checkpoints[name], prompt(v.length)) for name, v in VARIANTS.items()}
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def difference(got, wanted):
     assert got.shape == wanted.shape
     return (got - wanted).abs().max().item()
 

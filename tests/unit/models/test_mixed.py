@@ -1,6 +1,4 @@
-"""Models whose modules are stored in different formats, by rules or by their checkpoint."""
-
-from __future__ import annotations
+"""Models whose modules are stored in different formats, and random models made without files."""
 
 import pytest
 import torch
@@ -10,20 +8,21 @@ from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.models.config import parse_config
 from sameseed.models.llama import Llama
-from sameseed.models.weights import read_weights
+from sameseed.models.synthetic import NOISE, RandomCheckpoint, random_model
+from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.scheme import QuantScheme
 
 RAW = {**VARIANTS["qwen2"].raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 
 
-def load(raw: dict, schemes: dict[str, str], asked: str, backend: str) -> tuple[Llama, Stored]:
+def load(raw, schemes, asked, backend):
     config = parse_config(raw)
     source = Stored(random_tensors(config), schemes)
     chosen = ops.resolve(backend)
     return Llama(config, read_weights(config, source, QuantScheme.parse(asked), chosen), chosen), source
 
 
-def textbook(raw: dict, schemes: dict[str, str], backend: str) -> Llama:
+def textbook(raw, schemes, backend):
     """The same model, with every quantized matrix decoded to float32 first."""
     config = parse_config(raw)
     tensors = random_tensors(config)
@@ -37,13 +36,9 @@ def textbook(raw: dict, schemes: dict[str, str], backend: str) -> Llama:
 
 AT = "model.layers.0"
 MIXED = {
-    f"{AT}.self_attn.q_proj": "w4a16-g32",
-    f"{AT}.self_attn.k_proj": "w4a16-g32",
-    f"{AT}.self_attn.v_proj": "w8a16",
-    f"{AT}.mlp.up_proj": "nf4",
-    f"{AT}.mlp.down_proj": "fp8",
-    "lm_head": "w8a16-g32",
-}
+    f"{AT}.self_attn.q_proj": "w4a16-g32", f"{AT}.self_attn.k_proj": "w4a16-g32", f"{AT}.self_attn.v_proj": "w8a16",
+    f"{AT}.mlp.up_proj": "nf4", f"{AT}.mlp.down_proj": "fp8", "lm_head": "w8a16-g32",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", backends())
@@ -58,16 +53,6 @@ def test_a_mixed_checkpoint_keeps_its_codes_and_computes_what_they_mean(backend)
     wanted = all_logits(textbook(raw, MIXED, backend), prompt(9))
     torch.testing.assert_close(all_logits(model, prompt(9)), wanted, rtol=1e-4, atol=1e-4)
     assert len(model.weights.matrices) == 2 * 4 + 2 + 2
-
-
-def test_a_mixed_model_replays_with_the_same_bits():
-    if "cpu" not in backends():
-        pytest.skip("no native module")
-    raw = {**RAW, "tie_word_embeddings": False}
-    model, _ = load(raw, MIXED, "auto", "cpu")
-    replayed = all_logits(model, prompt(9))
-    model._run = lambda *args: model._forward(model.ops, *args)  # type: ignore[method-assign]
-    assert replayed.equal(all_logits(model, prompt(9)))
 
 
 def test_rules_choose_by_name_and_the_first_that_fits_counts():
@@ -114,12 +99,10 @@ def test_auto_a8_gives_int8_activations_to_what_can_take_them(backend):
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ("w4a8,lm_head", ConfigError, "MODULES=FORMAT"),
-        ("w4a8,=bf16", ConfigError, "MODULES=FORMAT"),
-        ("w4a8,lm_head=bf17", RegistryError, "bf16"),
-        ("w4a8,lm_haed=bf16", ConfigError, "lm_haed"),
+        ("w4a8,lm_head", ConfigError, "MODULES=FORMAT"), ("w4a8,=bf16", ConfigError, "MODULES=FORMAT"),
+        ("w4a8,lm_head=bf17", RegistryError, "bf16"), ("w4a8,lm_haed=bf16", ConfigError, "lm_haed"),
     ],
-)
+)  # fmt: skip
 def test_bad_rules(text, error, says):
     with pytest.raises(error, match=says):
         load(RAW, {}, text, "reference")
@@ -134,3 +117,33 @@ def test_the_name_of_the_stored_format_keeps_its_codes(asked, kept):
     down = model.weights.layers[1].down
     assert (down.group, "zeros" in down.parts) == ((32, True) if kept else (64, False))
     assert down.activations == ("int8" if asked == "w4a8" else None)
+
+
+CONFIG = parse_config(VARIANTS["qwen2"].raw)
+
+
+def test_tensors_have_the_checkpoint_s_shapes():
+    source = RandomCheckpoint(CONFIG)
+    for name, shape in expected_shapes(CONFIG).items():
+        value = source.tensor(name)
+        assert value.shape == shape and value.dtype == source.dtype(name) == torch.bfloat16
+        if len(shape) == 2:
+            assert value[5:9].equal(source.rows(name, 5, 9))
+            assert 0.8 < value.float().std() * shape[1] ** 0.5 < 1.2
+
+
+def test_rows_beyond_the_block_of_noise():
+    """The block of noise is used again in another phase, so that no two rows are alike."""
+    big = parse_config({**VARIANTS["llama2"].raw, "vocab_size": 3 * NOISE // 64, "hidden_size": 64})
+    rows = RandomCheckpoint(big).rows("model.embed_tokens.weight", 0, 3 * NOISE // 64)
+    assert rows.shape == (3 * NOISE // 64, 64)
+    start = rows[:, :4].float()
+    assert len(start[::7].unique(dim=0)) > 0.99 * len(start[::7])
+
+
+def test_a_random_model_runs():
+    for backend in ("reference", "auto"):
+        model = random_model(CONFIG, ops.resolve(backend), QuantScheme.parse("w8a8"), 64)
+        logits = all_logits(model, prompt(5))
+        assert logits.shape == (5, 97) and logits.isfinite().all() and logits.std() > 0.1
+    assert random_model(CONFIG, ops.resolve("reference")).weights.embedding.format == "bf16"

@@ -1,7 +1,5 @@
 """A token's logits have the same bits however it reaches the model: prompt, chunk, decode, chain, tree or batch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -49,7 +47,7 @@ def test_chunks_equal_the_whole_prompt(block_size, kv_format, backend):
         assert logits[-1][0].equal(whole[-1])
 
 
-def path_to(node: int, parents: list[int]) -> list[int]:
+def path_to(node, parents):
     """The nodes from the root to `node`, including both."""
     return ([] if parents[node] < 0 else path_to(parents[node], parents)) + [node]
 

@@ -1,11 +1,7 @@
 """Qwen3.5: transformers' logits; GGUF files; the MTP block. The laws are in tests/contract/test_families.py."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import lawkit
 import pytest
@@ -26,7 +22,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import parse_config
 from sameseed.models.loader import load_model
 from sameseed.models.mtp import load_mtp
-from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names, mtp_shapes
+from sameseed.models.qwen35 import mtp_names, mtp_shapes
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
@@ -41,7 +37,7 @@ TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(request, tmp_path_factory):
     """A tiny model with its MTP block, and one without."""
     root, raw = tmp_path_factory.mktemp("qwen35"), {"dense": QWEN, "moe": MOE}[request.param]
     lawkit.write_model(root / "target", seed=1, dtype="float32", **raw)
@@ -54,7 +50,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_logits_are_those_of_transformers(folders: tuple[Path, Path], backend: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(folders, backend, tmp_path):
     """Without the MTP block, which transformers does not read."""
     tensors = load_file(folders[0] / "model.safetensors")
     save_file({n: x for n, x in tensors.items() if not n.startswith("mtp.")}, tmp_path / "model.safetensors")
@@ -64,7 +60,7 @@ def test_logits_are_those_of_transformers(folders: tuple[Path, Path], backend: s
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() and found.argmax(1).equal(wanted.argmax(1))
 
 
-def test_a_branching_draft_and_a_missing_slot_are_refused(folders: tuple[Path, Path]) -> None:
+def test_a_branching_draft_and_a_missing_slot_are_refused(folders):
     r = make_runner(load_model(folders[0], ops.resolve()))
     seq, other = Sequence(0, TEXT[:5], SamplingParams(), 0), Sequence(1, TEXT[:5], SamplingParams(), 0)
     assert r.blocks.reserve(seq, 8)
@@ -74,12 +70,12 @@ def test_a_branching_draft_and_a_missing_slot_are_refused(folders: tuple[Path, P
     assert r.blocks.reserve(other, 8), "after an error the slot is free"
 
 
-def test_low_bit_drafts_in_the_targets_cache_are_refused(folders: tuple[Path, Path]) -> None:
+def test_low_bit_drafts_in_the_targets_cache_are_refused(folders):
     with pytest.raises(ConfigError, match="recurrent"):
         build_engine(str(folders[0]), EngineConfig(spec=SpecConfig("self_quant"), max_model_len=64))
 
 
-def as_gguf(folder: Path, path: Path, without: str = "", alone: bool = False) -> Path:
+def as_gguf(folder, path, without="", alone=False):
     """The model of a folder as GGUF stores it: value heads in turns by key head, 1 + w in norms, -exp(A_log).
 
     `alone`: only the MTP block, with the tensors outside layers.
@@ -87,7 +83,6 @@ def as_gguf(folder: Path, path: Path, without: str = "", alone: bool = False) ->
     path.parent.mkdir(exist_ok=True)
     raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     config = parse_config(raw)
-    assert isinstance(config, Qwen35Config)
     inner = dict(zip(mtp_names(config), mtp_names(replace(config, in_gguf=True)), strict=True))
     heads, groups, dim = config.value_heads, config.key_heads, config.value_dim
     order = torch.arange(heads).view(groups, -1).T.flatten()
@@ -124,7 +119,7 @@ def as_gguf(folder: Path, path: Path, without: str = "", alone: bool = False) ->
     return write_gguf(path, raw, stored, arch=arch, keys={**GGUF_KEYS, **keys}, tokenizer=tokenizer)
 
 
-def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_same_logits(folders, tmp_path):
     """Also with the file's matrices in 8 bits, as far as such weights differ."""
     both = [load_model(path, ops.resolve()) for path in (folders[0], as_gguf(folders[0], tmp_path / "tiny.gguf"))]
     logits = [all_logits(model, TEXT[:40]) for model in both]
@@ -132,14 +127,13 @@ def test_a_gguf_file_gives_the_same_logits(folders: tuple[Path, Path], tmp_path:
     assert torch.equal(*(x.argmax(1) for x in logits))
 
 
-def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_mtp_block_of_a_gguf_file(folders, tmp_path):
     """It has the logits of the folder in the reference, also in a file of its own; one that is cut off is refused."""
     logits, whole = [], as_gguf(folders[0], tmp_path / "tiny.gguf")
     without = as_gguf(folders[0], tmp_path / "beside" / "cut.gguf", "nextn.")
     as_gguf(folders[0], tmp_path / "beside" / "mtp-tiny.gguf", alone=True)
     for path, backend in ((folders[0], "reference"), (whole, "auto"), (without, "auto")):
         target = load_model(path, ops.resolve(backend))
-        assert isinstance(target, Qwen35)
         head = load_mtp(path, target, ops.resolve(backend), QuantScheme())
         batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
         states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
@@ -149,13 +143,12 @@ def test_the_mtp_block_of_a_gguf_file(folders: tuple[Path, Path], tmp_path: Path
     assert torch.equal(*logits[1:])
     path = as_gguf(folders[0], tmp_path / "cut.gguf", without="nextn.eh_proj")
     target = load_model(path, ops.resolve())
-    assert isinstance(target, Qwen35)
     with pytest.raises(ModelLoadError, match="missing"):
         load_mtp(path, target, ops.resolve(), QuantScheme())
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_block_drafts_by_default(folders: tuple[Path, Path], tmp_path: Path, params: dict[str, Any]) -> None:
+def test_the_block_drafts_by_default(folders, tmp_path, params):
     """`--draft auto` takes it, as a file of its own too, if it is this model's; the text is plain decoding's."""
     cut, beside = as_gguf(folders[0], tmp_path / "cut.gguf", "nextn."), tmp_path / "mtp-model.gguf"
     lawkit.write_model(tmp_path / "small", **QWEN | {"num_hidden_layers": 4})

@@ -1,21 +1,15 @@
 """Quantized checkpoints are read back bit for bit, also by other tools; a failed write never leaves half of one."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_layouts import RAW, write_dense
 from fixtures_models import all_logits, load, oracle_logits, prompt, random_tensors, read_tensors
 from safetensors.torch import load_file
-from torch import Tensor
 
 from sameseed.errors import ModelLoadError, ModelSaveError
 from sameseed.models import save as save_module
@@ -23,11 +17,11 @@ from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 from sameseed.models.loader import read_config
 from sameseed.models.save import save_quantized
-from sameseed.scheme import QuantScheme, QuantTensor, get
+from sameseed.scheme import QuantScheme, get
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     folder = write_dense(tmp_path / "source", random_tensors(parse_config(RAW)))
     (folder / "tokenizer.json").write_text('{"a": 1}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
@@ -36,7 +30,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def schemes_of(text: str) -> dict[str, QuantScheme]:
+def schemes_of(text):
     """The scheme of each quantized module: the decoder's linear layers, and modules that rules name."""
     scheme = QuantScheme.parse(text)
     names = [n.removesuffix(".weight") for n, t in random_tensors(parse_config(RAW)).items() if t.ndim == 2]
@@ -48,40 +42,27 @@ def schemes_of(text: str) -> dict[str, QuantScheme]:
     }
 
 
-def stream(source: Path, schemes: dict[str, QuantScheme]) -> Iterator[tuple[str, Tensor | QuantTensor]]:
+def stream(source, schemes):
     for name, value in read_tensors(source).items():
         scheme = schemes.get(name.removesuffix(".weight"))
         yield name, value if scheme is None else scheme.encode(value)
 
 
-def write(source: Path, out: Path, text: str, **options: Any) -> Path:
+def write(source, out, text, **options):
     schemes = schemes_of(text)
     return save_quantized(out, source, stream(source, schemes), schemes, **options)
 
 
 SCHEMES = {
-    "w4a16-g128": "compressed-tensors",
-    "w4a16-g32-asym": "compressed-tensors",
-    "w4a8": "compressed-tensors",
-    "w8a8": "compressed-tensors",
-    "w8a16-g64": "compressed-tensors",
-    "fp8": "compressed-tensors",
-    "fp8-b128": "compressed-tensors",
-    "fp8-a8": "compressed-tensors",
-    "mxfp4": "compressed-tensors",
+    "w4a16-g128": "compressed-tensors", "w4a16-g32-asym": "compressed-tensors", "w4a8": "compressed-tensors",
+    "w8a8": "compressed-tensors", "w8a16-g64": "compressed-tensors", "fp8": "compressed-tensors",
+    "fp8-b128": "compressed-tensors", "fp8-a8": "compressed-tensors", "mxfp4": "compressed-tensors",
     "w4a16,*.down_proj=w8a8,*.1.*.q_proj=fp32": "compressed-tensors",
-    "w4a16-g32,lm_head=w8a16,model.embed_tokens=w8a16-g32": "compressed-tensors",
-    "nf4": "bitsandbytes",
-    "nf4-dq": "bitsandbytes",
-    "w4a8-qoq": "sameseed",
-    "qoq-g32": "sameseed",
-    "w8a8n": "sameseed",
-    "w8a8-outliers": "sameseed",
-    "int8n-g32": "sameseed",
-    "fp8_e5m2": "sameseed",
-    "nf4,*.down_proj=w4a16-g64-asym": "sameseed",
-    "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "sameseed",
-}
+    "w4a16-g32,lm_head=w8a16,model.embed_tokens=w8a16-g32": "compressed-tensors", "nf4": "bitsandbytes",
+    "nf4-dq": "bitsandbytes", "w4a8-qoq": "sameseed", "qoq-g32": "sameseed", "w8a8n": "sameseed",
+    "w8a8-outliers": "sameseed", "int8n-g32": "sameseed", "fp8_e5m2": "sameseed",
+    "nf4,*.down_proj=w4a16-g64-asym": "sameseed", "nf4-dq,*.down_proj=qoq,lm_head=fp8-b128": "sameseed",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -107,7 +88,7 @@ def test_what_is_written_is_read_bit_for_bit(text, source, tmp_path):
     assert all_logits(load(out), prompt(12)).equal(memory)
 
 
-def in_memory(text: str) -> str:
+def in_memory(text):
     """The same scheme for quantization at load: LM head and embedding stay as stored, unless a rule names them."""
     base, *rules = text.split(",")
     return ",".join([base, *rules, *(f"{m}=fp32" for m in ("lm_head", "model.embed_tokens"))])
@@ -165,7 +146,7 @@ def test_shards_and_their_index(source, tmp_path):
 # --- all or nothing ---
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(os.listdir(folder))
 
 
@@ -218,7 +199,7 @@ def test_a_disk_that_is_full_leaves_nothing_or_the_old(number, overwrite, source
     before = {p.name: p.read_bytes() for p in out.iterdir()} if overwrite else {}
     real, count = os.fsync, 0
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         nonlocal count
         count += 1
         if count > number:
@@ -241,7 +222,7 @@ def test_a_disk_that_is_full_leaves_nothing_or_the_old(number, overwrite, source
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelLoadError("x"), RuntimeError("x")])
 def test_an_interruption_leaves_nothing(error, source, tmp_path):
-    def broken() -> Iterator[tuple[str, Tensor | QuantTensor]]:
+    def broken():
         yield from list(stream(source, schemes_of("w4a16")))[:9]
         raise error
 

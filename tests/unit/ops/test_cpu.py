@@ -1,19 +1,19 @@
-"""The native backend: instruction sets, its choice, and encoding in one pass."""
+"""The native backend: instruction sets, its choice, encoding in one pass, and its stub."""
 
-from __future__ import annotations
-
+import ast
 import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from fixtures_cpu import ISAS, every_isa, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
+import sameseed
 from sameseed import _native, ops
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
@@ -33,7 +33,7 @@ def test_small_ops_agree_with_the_portable_ones(isa, T, width, seed):
     x, weight = 5 * randn(T, 2 * width, seed=seed), randn(2 * width, seed=1)
     table, positions = rope_table(RopeConfig(), 2 * width, T + 1), torch.arange(T, dtype=torch.int32)
 
-    def results() -> list[Tensor]:
+    def results():
         normed = cpu.rms_norm(x, weight, 1e-6)
         return [normed, cpu.silu_mul(x), cpu.rope(x[:, None], positions, table)]
 
@@ -68,7 +68,7 @@ def test_every_code_is_read_as_torch_reads_it(isa, name):
 # --- the choice of an instruction set ---
 
 
-def ask(isa: str) -> str:
+def ask(isa):
     """The answer to SAMESEED_ISA of a process that loads only this module's file."""
     code = (
         "import sys, importlib.util as u\n"
@@ -95,7 +95,7 @@ def test_an_instruction_set_that_the_cpu_lacks_is_refused():
 
 
 def test_a_wrong_choice_makes_the_backend_unavailable(monkeypatch):
-    def refuse() -> str:
+    def refuse():
         raise ValueError("unknown instruction set 'avx9000'")
 
     monkeypatch.setattr(cpu._native, "isa", refuse)
@@ -115,7 +115,7 @@ def test_a_missing_module_tells_the_remedy(monkeypatch):
 KINDS = [("int8", True), ("int4", True), ("int4", False), ("int8n", True)]
 
 
-def check(weight: Tensor, quant: QuantScheme) -> None:
+def check(weight, quant):
     got, wanted = cpu.encode(weight, quant), cpu.pack(quant.encode(weight))
     assert (got.format, got.shape, got.activations, got.layout) == (wanted.format, wanted.shape, "int8", "cpu")
     assert got.parts.keys() == wanted.parts.keys()
@@ -147,11 +147,9 @@ def test_ends_of_the_range(name, symmetric, group):
     """Constant, one-sided, half-way, NaN and tiny groups; strides; threads."""
     rows = [torch.full((64,), v) for v in (1.0, -1.0, 2.0**-101, 3e38, float("nan"), float("inf"), 0.0)]
     rows += [
-        torch.arange(64) / 7.5,
-        -torch.arange(64) / 15,
-        torch.arange(-32, 32) / 254,
+        torch.arange(64) / 7.5, -torch.arange(64) / 15, torch.arange(-32, 32) / 254,
         torch.tensor([1.0, float("nan")] * 32),
-    ]
+    ]  # fmt: skip
     weight = torch.stack([r.float() for r in rows]).repeat(20, 2)[:, :64]
     with threads(2):
         check(weight, QuantScheme(name, group, symmetric, "int8"))
@@ -165,3 +163,22 @@ def test_what_has_no_single_pass_is_encoded_and_packed(name):
     got = cpu_ops.unpack(cpu_ops.encode(weight, quant))
     wanted = quant.encode(weight)
     assert all(got.parts[p].equal(wanted.parts[p]) for p in wanted.parts)
+
+
+def names(text):
+    """Signatures by the name of the function or method."""
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{x.name}": ast.unparse(x.args) for x in node.body if isinstance(x, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, ast.unparse(node.args))
+    return found
+
+
+def test_the_stub_is_up_to_date():
+    """If not: python -m nanobind.stubgen -m sameseed._native -o sameseed/_native.pyi"""
+    made = pytest.importorskip("nanobind.stubgen", reason="nanobind writes the stub").StubGen(_native)
+    made.put(_native)
+    committed = Path(sameseed.__file__).with_name("_native.pyi").read_text()
+    assert names(committed) == names(made.get())

@@ -4,17 +4,14 @@ Attention is compared with float64 for the queries that the format computes with
 weights in 16 bits) and bf16_a16 (both rounded to bf16) err at most by `attention_rounding`, for noise far less.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from fixtures_cpu import every_isa, instructions
 from fixtures_kv import FP8, KV_FORMATS, LARGEST, kv_oracle
-from fixtures_ops import Part, Pass, alone, empty_layer, exact_attention, flat, make_pass, passes, randn, threads
+from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, passes, randn, threads
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 from sameseed import scheme
 from sameseed.batch import Rows, build_batch
@@ -30,7 +27,7 @@ every_kv_format = pytest.mark.parametrize("name", [*KV_FORMATS, *FOUR_BITS, *ROU
 every_scaled_format = pytest.mark.parametrize("name", sorted(LARGEST))
 
 
-def near(got: Tensor, p: Pass, scale: float, window: int | None = None) -> bool:
+def near(got, p, scale, window=None):
     """Whether the result is the formula's, up to the order of float32 sums and the rounding of softmax weights."""
     name, tolerance, largest = p.layer.format, 1e-5, 1.0
     if name in ROUNDED:
@@ -63,7 +60,7 @@ def test_stored_numbers_round_to_nearest_even(isa, name):
     torch.testing.assert_close(read, flat(layer)[0].float().view(len(x), 42), rtol=0, atol=0, equal_nan=True)
 
 
-def stored(name: str, x: Tensor) -> list[Tensor]:
+def stored(name, x):
     """Codes and scales of k = x and v = x reversed, rows [T, Hk, D], after store_kv into shuffled slots."""
     layer = empty_layer(name, len(x), 1, *x.shape[1:])
     slots = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -71,7 +68,7 @@ def stored(name: str, x: Tensor) -> list[Tensor]:
     return [t[slots] for t in flat(layer)]
 
 
-def check_stored(name: str, x: Tensor) -> None:
+def check_stored(name, x):
     got, fmt = stored(name, x), kv_oracle(name)
     wanted = [*zip(fmt.encode_kv(x), fmt.encode_kv(x.flip(0)), strict=True)]
     for mine, theirs in zip(got, [t for pair in wanted for t in pair if t is not None], strict=True):
@@ -190,7 +187,6 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
     values = torch.zeros(256, 2, 1, 17)
     values[:, 0] = 1.0
     value_codes, value_scales = kv_oracle(name).encode_kv(values.view(512, 1, 17))
-    assert value_scales is not None
     scale = 4.0 / LARGEST[name]
     layer = KVLayer(
         name, keys, value_codes.view(256, 2, 1, 17), torch.full((256, 2, 1), scale), value_scales.view(256, 2, 1)
@@ -206,7 +202,7 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
 # --- attention ---
 
 
-def hold_rows(isa: str, p: Pass, window: int | None) -> None:
+def hold_rows(isa, p, window):
     """A row's bits must be the same if it is alone, with two threads, and on the portable set."""
     scale = p.q.shape[2] ** -0.5
     with instructions(isa):

@@ -4,8 +4,6 @@ Three oracles: float64 within a bound for float rows; the reference's bits for r
 to plain Python in test_reference_integer.py); and for bf16 rows the law in csrc/kernels.h, in NumPy.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,6 @@ import torch
 from fixtures_cpu import every_isa, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 
 from sameseed import scheme
 from sameseed.formats import int8n
@@ -28,13 +25,8 @@ LLAMA_CPP = KQUANTS | BLOCKS  # bits of a code
 DENSE = ["fp32", "bf16", "fp16"]
 FLOATS = [*DENSE, "int4", "int4-asym", "int8", "nf4", *FLOAT8]
 INTEGERS = [
-    "int4/int8",
-    "int4-asym/int8",
-    "int8/int8",
-    "int8n/int8",
-    "int8n-low/int8",
-    *(f"{n}/int8" for n in LLAMA_CPP),
-]
+    "int4/int8", "int4-asym/int8", "int8/int8", "int8n/int8", "int8n-low/int8", *(f"{n}/int8" for n in LLAMA_CPP),
+]  # fmt: skip
 PAIRS = "bf16/bf16"
 KINDS = [*FLOATS, *INTEGERS, PAIRS]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -42,7 +34,7 @@ every_integer = pytest.mark.parametrize("kind", INTEGERS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def groups(kind: str) -> list[int | None]:
+def groups(kind):
     """Sizes of groups that weights of this kind may have; None: whole rows, of any width."""
     name, _, activations = kind.partition("/")
     if name in LLAMA_CPP:
@@ -52,22 +44,15 @@ def groups(kind: str) -> list[int | None]:
     return [None]
 
 
-def weight(
-    kind: str,
-    O: int,  # noqa: E741
-    K: int,
-    G: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> QuantTensor:
+def weight(kind, O, K, G=None, dtype=torch.bfloat16, seed=0):  # noqa: E741
     """A weight of random finite codes, including the extreme ones: name[-asym or -low][/activations]."""
     name, _, activations = kind.partition("/")
     rng = torch.Generator().manual_seed(seed)
 
-    def ints(low: int, high: int, count: int, dtype: torch.dtype) -> Tensor:
+    def ints(low, high, count, dtype):
         return torch.randint(low, high, (O, count), generator=rng).to(dtype)
 
-    def scales(count: int) -> Tensor:
+    def scales(count):
         return ((torch.rand(O, count, generator=rng) - 0.3) * 0.01).to(dtype)
 
     if name in LLAMA_CPP:
@@ -98,22 +83,22 @@ def weight(
     return QuantTensor(name.removesuffix("-asym"), (O, K), parts, activations or None)
 
 
-def packed(w: QuantTensor) -> QuantTensor:
+def packed(w):
     """As the backend stores it; dense weights for float rows stay as they are."""
     made = cpu.pack(w)
     assert cpu.serves(made)
     return made
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same(a, b):
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
 
 
-def flushed(x: np.ndarray) -> np.ndarray:
+def flushed(x):
     return np.where(np.abs(x) < 2.0**-126, np.copysign(x.dtype.type(0), x), x)
 
 
-def flushed_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def flushed_fma(a, b, c):
     """a * b + c of floats with 8, 8 and 24 bits, rounded once and then flushed.
 
     The product and the larger part of the sum are exact in float64; the error of rounding the sum to float64 decides
@@ -133,7 +118,7 @@ def flushed_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return np.where(tiny, np.copysign(np.float32(0), exact), exact).astype(np.float32)
 
 
-def by_pairs(x: Tensor, w: QuantTensor) -> Tensor:
+def by_pairs(x, w):
     """Rows rounded to bf16: pairs of columns in ascending order, the odd column first; subnormal terms are zeros."""
     values = flushed(w.parts["weight"].float().numpy())
     out = np.zeros((x.shape[0], w.shape[0]), np.float32)
@@ -145,7 +130,7 @@ def by_pairs(x: Tensor, w: QuantTensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-def hold(kind: str, got: Tensor, x: Tensor, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None):
+def hold(kind, got, x, w, bias=None, residual=None):
     """Check a product against its oracle."""
     if kind in INTEGERS:
         assert same(got, REFERENCE.product(plain_rows(x), w, bias, residual))
@@ -166,7 +151,7 @@ def hold(kind: str, got: Tensor, x: Tensor, w: QuantTensor, bias: Tensor | None 
 
 
 @st.composite
-def weights(draw: st.DrawFn) -> tuple[str, QuantTensor]:
+def weights(draw):
     kind = draw(st.sampled_from(KINDS))
     group = draw(st.sampled_from(groups(kind)))
     K = draw(st.integers(1, 40 if kind == PAIRS else 300)) if group is None else group * draw(st.integers(1, 5))
@@ -204,24 +189,13 @@ def test_products_are_right_and_their_bits_belong_to_the_row(isa, drawn, T, shif
 @pytest.mark.parametrize(
     ("kind", "K", "G"),
     [
-        ("bf16", 520, None),
-        ("int4-asym", 768, 128),
-        ("int8", 1100, None),
-        ("nf4", 512, 64),
-        ("fp8_e4m3", 700, None),
-        ("int4/int8", 1280, 128),
-        ("int4/int8", 1100, None),
-        ("int8/int8", 1100, None),
-        ("int8/int8", 1024, 32),
-        (PAIRS, 520, None),
-        (PAIRS, 1100, None),
-        ("int8n/int8", 1280, 128),
-        ("int8n/int8", 1280, None),
-        ("int8n-low/int8", 1280, 128),
-        ("int8n-low/int8", 1280, None),
+        ("bf16", 520, None), ("int4-asym", 768, 128), ("int8", 1100, None), ("nf4", 512, 64), ("fp8_e4m3", 700, None),
+        ("int4/int8", 1280, 128), ("int4/int8", 1100, None), ("int8/int8", 1100, None), ("int8/int8", 1024, 32),
+        (PAIRS, 520, None), (PAIRS, 1100, None), ("int8n/int8", 1280, 128), ("int8n/int8", 1280, None),
+        ("int8n-low/int8", 1280, 128), ("int8n-low/int8", 1280, None),
         *((f"{name}/int8", 1536, 256) for name in LLAMA_CPP),
     ],
-)
+)  # fmt: skip
 def test_bits_belong_to_the_row(isa, kind, K, G):
     """A row has the same bits alone, in tiles of any height, in panels of decoded or shared weights, and on threads."""
     w, x = packed(weight(kind, 161, K, G)), randn(300, K, seed=3)
@@ -276,7 +250,7 @@ def test_the_largest_sums_are_exact(isa, kind, sign):
     w, x = weight(kind, 40, 4096), sign * torch.ones(3, 4096)
     x[1, ::2] *= -1
     if w.format in LLAMA_CPP:
-        ends: list[int] = [(1 << LLAMA_CPP[w.format]) - 1]
+        ends = [(1 << LLAMA_CPP[w.format]) - 1]
     else:
         ends = [0, 15] if w.format == "int4" else [-128, 119] if w.format == "int8n" else [-128, 127]
     for part in w.parts.keys() & {"steps", "minima"}:
@@ -374,7 +348,6 @@ def test_numbers_that_are_none_survive_packing():
     floats = randn(8, 128)
     floats[2, 5] = torch.nan
     made = cpu.encode(floats, QuantScheme("int8n", activations="int8"))
-    assert made is not None
     assert cpu.product(plain_rows(randn(1, 128)), made)[0].isnan().tolist() == [i == 2 for i in range(8)]
 
 

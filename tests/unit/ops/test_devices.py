@@ -1,7 +1,5 @@
 """Devices: unknown names, GPUs that do not exist, and code that ignores where its tensors are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -136,7 +134,7 @@ def plain_texts(pair_folders):
     return {seed: texts(run(make_engine(pair), *asked(seed))) for seed in (0, 1)}
 
 
-def asked(seed: int) -> tuple[list[list[int]], SamplingParams]:
+def asked(seed):
     """Prompts and parameters: greedy for seed 0, else sampled with several features that read the logits."""
     more = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 2} if seed else {"temperature": 0}
     return random_prompts(2, longest=12), SamplingParams(max_tokens=6, seed=seed, **more)
@@ -183,8 +181,10 @@ def test_stored_weights_and_small_vocabularies_move_too(pair_folders):
             assert all(isinstance(part, Elsewhere) for part in small.weights.lm_head.parts.values())
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32-asym", "fp8", "nf4-dq", "mxfp4", "qoq"])
-@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "int4", "int4_sparse"])
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [("w4a16-g32-asym", "int8"), ("fp8", "fp8_e4m3"), ("nf4-dq", "int4"), ("mxfp4", "int4_sparse"), ("qoq", "int8")],
+)
 def test_formats_compute_elsewhere(name, kv):
     reference, plain = ops.resolve("reference"), QuantScheme.parse(name).encode(randn(8, 64, seed=1))
     x = randn(3, 64)

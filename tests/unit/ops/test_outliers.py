@@ -1,12 +1,9 @@
 """w8a8-outliers: numbers of a row above 6 in size stay floats, the others are int8 (LLM.int8(), row by row)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fixtures_models import backends
 from fixtures_ops import randn
-from torch import Tensor
 
 from sameseed import ops
 from sameseed.errors import ConfigError
@@ -17,7 +14,7 @@ K = 256
 every_backend = pytest.mark.parametrize("backend", backends())
 
 
-def planted() -> Tensor:
+def planted():
     """Rows [6, K] within 6, except column 7 of three rows, which is a hundred times as large."""
     x = randn(6, K).clamp(-5, 5)
     x[:, 7] = 1.0
@@ -37,7 +34,7 @@ def test_an_outlier_costs_the_others_nothing(backend):
     chosen, weight, x = ops.resolve(backend), randn(40, K, seed=1), planted()
     wanted = x.double() @ weight.double().T
 
-    def error(name: str) -> float:
+    def error(name):
         got = chosen.product(plain_rows(x), chosen.encode(weight, QuantScheme.parse(name)))
         return float((got - wanted)[::2].norm() / wanted[::2].norm())
 

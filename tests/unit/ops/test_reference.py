@@ -1,7 +1,5 @@
 """The reference: threads, what it stands in for, and integer products written in plain Python."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace
@@ -21,7 +19,7 @@ from sameseed.scheme import QuantScheme, QuantTensor, quantize_rows
 pytestmark = pytest.mark.bits
 
 
-def dense(values: list[list[float]]):
+def dense(values):
     return scheme.get("fp32").encode(torch.tensor(values))
 
 
@@ -39,7 +37,7 @@ def test_the_caller_s_number_of_threads_stays():
         torch.set_num_threads(before)
 
 
-def backend(**members: object) -> ModuleType:
+def backend(**members):
     """A backend module with the given members."""
     module = ModuleType("sameseed.ops.partial")
     declared = {"row_invariant": True, "LINEAR_FORMATS": frozenset(), "KV_FORMATS": frozenset()}
@@ -104,7 +102,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def nearest_float(exact: Fraction) -> float:
+def nearest_float(exact):
     """The exact value rounded once to float32, ties to even (infinite beyond the range)."""
     if exact == 0:
         return 0.0

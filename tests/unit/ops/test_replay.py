@@ -1,13 +1,9 @@
 """Replayed passes: the bits of direct calls, results that are not overwritten, a fallback where recording fails."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading
 import weakref
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -126,33 +122,6 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
     assert sum("no plan replay" in r.message for r in caplog.records) == 1
     monkeypatch.undo()
     torch.testing.assert_close(got, model.forward(batch, make_cache(model))[0], rtol=1e-4, atol=1e-4)
-
-
-@torch.inference_mode()
-def test_a_batch_in_other_types_runs_op_by_op(model):
-    batch = make_batch(3, model.config.vocab_size)
-    wanted, _ = model.forward(batch, make_cache(model))
-    odd = replace(batch, positions=batch.positions.long())
-    assert model.forward(odd, make_cache(model))[0].equal(wanted)
-
-
-def test_a_plan_counts_the_time_of_its_steps(model):
-    cache = make_cache(model)
-    batch = make_batch(1, model.config.vocab_size)
-    recorded = model._run.recorded(batch.num_rows, cache, ())
-    (plan,) = recorded._parts
-    plan.set_timed(True)
-    model.forward(batch, cache)
-    seconds = dict(plan.seconds())
-    plan.set_timed(False)
-    assert {"attention", "embedding", "linear", "lm_head", "rope_store"} == set(seconds)
-    assert all(s > 0 for s in seconds.values())
-    assert len(plan) == 2 + 6 * model.config.num_layers
-
-
-def test_a_backend_without_plans_runs_op_by_op():
-    model = tiny_model("reference")
-    assert isinstance(model._run, partial)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from fixtures_interpreter import dot
 from fixtures_ops import Part, empty_layer, make_pass, randn
 
 from sameseed.batch import Draw, Draws
@@ -27,11 +26,11 @@ from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
-CPU_ONLY = ("test_chains.py", "test_graphs.py", "test_rounds.py")
-PREPARED = ("attention", "kv", "linear", "rows", "sampling", "rounds", "wide")
+CPU_ONLY = ("test_chains.py", "test_graphs.py")
+PREPARED = ("attention", "kv", "linear", "rows", "sampling", "wide")
 
 
-def run_cases(names: list[str], *more: str, **settings: str) -> None:
+def run_cases(names, *more, **settings):
     """Run files of cases in one process: it imports PyTorch and Triton once."""
     environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
     quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -52,7 +51,7 @@ runs_interpreter = pytest.mark.skipif(
 
 @runs_interpreter
 def test_in_the_interpreter():
-    run_cases([p.name for p in sorted(CASES.glob("test_*.py")) if p.name != "test_rounds.py"], TRITON_INTERPRET="1")
+    run_cases([p.name for p in sorted(CASES.glob("test_*.py"))], TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -71,15 +70,6 @@ def test_on_a_pretended_gpu(name):
     run_cases([name], TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
 
 
-def test_the_dot_of_the_interpreter_has_an_order_of_its_own():
-    a, b = randn(16, 64).numpy(), randn(64, 32, seed=1).numpy()
-    whole = dot(a, b)
-    assert abs(whole - a.astype("float64") @ b).max() < 1e-5
-    assert (dot(a[3:4], b[:, 5:9]) == whole[3:4, 5:9]).all()
-    assert (dot(numpy.asfortranarray(a), b.T.copy().T) == whole).all()
-    assert (dot(a.round(), b.round()) == a.round().astype(int) @ b.round().astype(int)).all()
-
-
 # --- kernels that fail ---
 
 
@@ -91,7 +81,7 @@ def failing(monkeypatch):
         error: Exception = guard.TritonError("tt.dot is not what it was")
         launches = 0
 
-    def run(self: guard.Launch) -> None:
+    def run(self):
         Failing.launches += 1
         raise Failing.error
 
@@ -131,9 +121,7 @@ def test_one_broken_op_leaves_the_others_alone(failing, caplog):
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory"),
         torch.OutOfMemoryError("CUDA out of memory, said LLVM's PassManager"),
-        RuntimeError("CUDA error: an illegal memory access"),
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
         AssertionError("CUDA rows do not fit"),
     ],
@@ -148,15 +136,12 @@ def test_errors_of_a_gpu_at_work_are_not_hidden(error, failing):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("Failed to find C compiler. Please specify via CC"),
-        FileNotFoundError("ptxas"),
-        RuntimeError("PassManager::run failed"),
-        RuntimeError("failed to translate module to LLVM IR"),
-        RuntimeError("LLVM ERROR: Cannot select: intrinsic"),
+        RuntimeError("Failed to find C compiler. Please specify via CC"), FileNotFoundError("ptxas"),
+        RuntimeError("PassManager::run failed"), RuntimeError("LLVM ERROR: Cannot select: intrinsic"),
         RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
         AssertionError("libcuda.so cannot found!\nPossible files are located at"),
     ],
-)
+)  # fmt: skip
 def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
     failing.error = error
     x = randn(3, 128)
@@ -186,7 +171,7 @@ def compiler(tmp_path, monkeypatch):
 needs_compiler = pytest.mark.usefixtures("compiler")
 
 
-def product(name: str, num_rows: int, outputs: int = 128) -> list[guard.Launch]:
+def product(name, num_rows, outputs=128):
     """The launches of a product of normed rows."""
     w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(outputs, 512)))
     rows = normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5)
@@ -210,18 +195,6 @@ def test_the_smallest_shapes_compile():
     launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
     launches.append(kv.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
-
-
-def test_kernels_are_not_compiled_for_numbers_of_rows():
-    """Triton must not specialize on a launch's free arguments: one row, or a multiple of 16, would give other code."""
-    w = gpu.pack(QuantScheme.parse("w4a16").encode(torch.ones(8, 4096)))
-    launch, ready = dispatch.preparation(plain_rows(torch.empty(3, 4096)), "half", w.group)
-    launches = [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(3, 8))]
-    assert len(launches) == 3
-    for launch in launches:
-        given = {p.name for p in launch.kernel.params if p.do_not_specialize}
-        rows = {name for name, value in launch.arguments.items() if name == "num_rows"}
-        assert given == launch.free == rows
 
 
 def module(name):

@@ -1,7 +1,5 @@
 """The PTX that decodes weights, executed for every word: the results equal the formats' own decoding."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -18,11 +16,11 @@ Register = NDArray[np.uint32]
 HALF = np.uint32(0xFFFF)
 
 
-def byte(value: Register, place: int) -> Register:
+def byte(value, place):
     return value >> np.uint32(8 * place) & np.uint32(255)
 
 
-def permuted(a: Register, b: Register, selector: Register) -> Register:
+def permuted(a, b, selector):
     """prmt: each nibble of the selector names a byte of b:a; if its upper bit is set, that byte's sign eight times."""
     out = np.zeros_like(selector)
     for place in range(4):
@@ -36,7 +34,7 @@ def permuted(a: Register, b: Register, selector: Register) -> Register:
     return out
 
 
-def chosen(a: Register, b: Register, c: Register, table: int) -> Register:
+def chosen(a, b, c, table):
     """lop3: each bit is the table's entry 4 a + 2 b + c."""
     out = np.zeros_like(a | b | c)
     for entry in range(8):
@@ -46,17 +44,17 @@ def chosen(a: Register, b: Register, c: Register, table: int) -> Register:
     return out
 
 
-def floats(x: Register) -> NDArray[np.float64]:
+def floats(x):
     """The two float16 numbers of each register, the lower one first."""
     return np.ascontiguousarray(x).view(np.float16).astype(np.float64).reshape(*x.shape, 2)
 
 
-def register(x: NDArray[np.float64]) -> Register:
+def register(x):
     with np.errstate(over="ignore"):
         return x.astype(np.float16).view(np.uint32)[..., 0]
 
 
-def e4m3(x: Register) -> Register:
+def e4m3(x):
     codes = np.stack([x & 255, x >> np.uint32(8) & np.uint32(255)], -1).astype(np.uint8)
     return register(torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy())
 
@@ -79,11 +77,11 @@ OPERATIONS = {
 }
 
 
-def run(text: str, inputs: list[Register], outputs: int) -> list[Register]:
+def run(text, inputs, outputs):
     """Executes lines of PTX. Raises KeyError for unknown instructions and for registers without a value."""
-    held: dict[str, Register] = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+    held = {f"${outputs + i}": x for i, x in enumerate(inputs)}
 
-    def value(name: str) -> Register:
+    def value(name):
         return np.full_like(inputs[0], int(name, 0)) if name[0].isdigit() else held[name]
 
     for line in re.split(r";\s*", text.strip().removeprefix("{").removesuffix("}").strip()):
@@ -101,29 +99,29 @@ def run(text: str, inputs: list[Register], outputs: int) -> list[Register]:
     return [held[f"${i}"] for i in range(outputs)]
 
 
-def words16() -> Register:
+def words16():
     """Registers of two 16-bit words: each word once in the lower place, and once in the upper, in some order."""
     every = np.arange(1 << 16, dtype=np.uint32)
     return every | (every * np.uint32(40503) & HALF) << np.uint32(16)
 
 
-def words8() -> Register:
+def words8():
     """Registers of four bytes, with each byte in each place."""
     every = np.arange(1 << 16, dtype=np.uint32)
     return every & HALF | (every * np.uint32(40503) + np.uint32(77) & HALF) << np.uint32(16)
 
 
-def as_bytes(x: Register) -> NDArray[np.int64]:
+def as_bytes(x):
     return np.stack([byte(x, i) for i in range(4)], -1).astype(np.uint8).view(np.int8).astype(np.int64)
 
 
-def codes(words: Register, part: int, bits: int) -> NDArray[np.int64]:
+def codes(words, part, bits):
     """The codes of one part, of both words."""
     each = np.stack([words & HALF, words >> np.uint32(16)], -1)
     return (each >> np.uint32(bits * part) & np.uint32((1 << bits) - 1)).astype(np.int64)
 
 
-def twice(value: float) -> Register:
+def twice(value):
     return np.full(1 << 16, register(np.array([value, value])), dtype=np.uint32)
 
 

@@ -1,15 +1,10 @@
 """Staged faults: each is diagnosed correctly from every engine's metrics; a server without metrics is a clear error."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import shutil
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +16,7 @@ from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Limits, Profile
 from sameseed.models.loader import resolve_model
-from sameseed.plan.doctor import Diagnosis, diagnose
+from sameseed.plan.doctor import diagnose
 from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
 from sameseed.plan.pricing import state_of
 from sameseed.server.metrics import ServerMetrics
@@ -31,7 +26,7 @@ COSTS = PassCosts((1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80), (1
 PREFIX = {"sameseed": "sameseed:", "vllm": "vllm:", "llama.cpp": "llamacpp:"}
 
 
-def page(engine: str, plain: dict[str, float], labelled: dict[str, tuple[str, dict[str, float]]] | None = None) -> str:
+def page(engine, plain, labelled=None):
     """Metrics text in the form of an engine."""
     lines = [f"{PREFIX[engine]}{name} {value}" for name, value in plain.items()]
     for name, (label, values) in (labelled or {}).items():
@@ -39,7 +34,7 @@ def page(engine: str, plain: dict[str, float], labelled: dict[str, tuple[str, di
     return "\n".join(lines) + "\n"
 
 
-def drafted(engine: str, per_pos: list[float], drafts: float = 1000, running: float = 1, **more: float) -> str:
+def drafted(engine, per_pos, drafts=1000, running=1, **more):
     """A page after `drafts` drafts, each with as many tokens as `per_pos` has places."""
     accepted = sum(per_pos)
     plain = {"spec_decode_num_drafts_total": drafts, "spec_decode_num_draft_tokens_total": drafts * len(per_pos)}
@@ -50,9 +45,7 @@ def drafted(engine: str, per_pos: list[float], drafts: float = 1000, running: fl
     return page(engine, {**plain, **more}, {"spec_decode_num_accepted_tokens_per_pos_total": ("position", places)})
 
 
-def ours(
-    per_pos: list[float], stages: tuple[float, float, float], drafts: float = 1000, passes: float = 1000, **why: float
-) -> str:
+def ours(per_pos, stages, drafts=1000, passes=1000, **why):
     """A page of our server: seconds of (draft, target, other), and rounds without a draft by reason."""
     text = drafted("sameseed", per_pos, drafts, iteration_tokens_total_count=passes)
     names = dict(zip(("draft", "target", "schedule"), stages, strict=True))
@@ -64,7 +57,7 @@ def ours(
     return text + page("sameseed", {}, tables)
 
 
-def found(text: str, costs: PassCosts | None = None, plain: float | None = None) -> Diagnosis:
+def found(text, costs=None, plain=None):
     return diagnose(read_text(text), costs, plain)
 
 
@@ -87,7 +80,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("name", STAGED)
-def test_a_staged_fault_of_our_server_is_named(name: str) -> None:
+def test_a_staged_fault_of_our_server_is_named(name):
     text, costs = STAGED[name]
     diagnosis = found(text, costs)
     assert diagnosis.engine == "sameseed"
@@ -95,7 +88,7 @@ def test_a_staged_fault_of_our_server_is_named(name: str) -> None:
     assert diagnosis.faults[0].says and diagnosis.verdict
 
 
-def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
+def test_vllm_behind_our_server_is_advised_in_its_own_words():
     door = page("sameseed", {"http_requests_total": 5, "engine_restarts": 0, "engine_up": 1})
     diagnosis = found(drafted("vllm", [4, 0, 0]) + door)
     assert diagnosis.engine == "vllm" and "leave --speculative-config out" in " ".join(diagnosis.faults[0].flags)
@@ -108,9 +101,7 @@ def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
         (drafted("vllm", [600, 590, 580, 575]), None, "draft context", "max_model_len"),
         (drafted("llama.cpp", [5, 1]), None, "useless draft", "--spec-type none"),
         (
-            drafted("llama.cpp", [300, 60, 9], tokens_predicted_seconds_total=30),
-            50,
-            "weak draft",
+            drafted("llama.cpp", [300, 60, 9], tokens_predicted_seconds_total=30), 50, "weak draft",
             "--spec-draft-n-max 1",
         ),
         (
@@ -132,20 +123,20 @@ def test_vllm_behind_our_server_is_advised_in_its_own_words() -> None:
         (page("llama.cpp", {"tokens_predicted_total": 900}), None, "no drafter", "-md"),
         (drafted("llama.cpp", [], drafts=0, tokens_predicted_total=900), None, "no drafter", "-md"),
     ],
-)
-def test_a_staged_fault_of_another_engine_is_named(text: str, plain: float | None, name: str, flag: str) -> None:
+)  # fmt: skip
+def test_a_staged_fault_of_another_engine_is_named(text, plain, name, flag):
     fault = found(text, None, plain).faults[0]
     assert fault.name == name
     assert any(flag in f for f in fault.flags), fault
 
 
-def test_what_an_engine_does_not_report_is_left_out() -> None:
+def test_what_an_engine_does_not_report_is_left_out():
     counts = {"spec_decode_num_drafts": 100, "spec_decode_num_draft_tokens": 400, "tokens_predicted": 250}
     few = found(page("llama.cpp", {**counts, "spec_decode_num_accepted_tokens": 150}))
     assert few.have == 2.5 and few.batch is None and few.survival == ()
 
 
-def test_the_verdict_says_what_is_needed_and_what_to_do() -> None:
+def test_the_verdict_says_what_is_needed_and_what_to_do():
     diagnosis = found(STAGED["k too large"][0], COSTS)
     assert diagnosis.need is not None and diagnosis.have == pytest.approx(1.89)
     assert diagnosis.verdict.startswith(f"You need {diagnosis.need:.2f} tokens a round, you have 1.89: use k = ")
@@ -156,7 +147,7 @@ def test_the_verdict_says_what_is_needed_and_what_to_do() -> None:
     assert large.batch == pytest.approx(32) and "turn it off at this load" in large.verdict
 
 
-def test_break_even_is_the_ratio_of_times() -> None:
+def test_break_even_is_the_ratio_of_times():
     # Four draft tokens: a pass over 5 rows (10.95) with a gap (0.5) and four draft steps (4.2), over 10.5.
     diagnosis = found(ours(GOOD, (4.2, 10.95, 0.5)), COSTS)
     assert diagnosis.need == pytest.approx((10.95 + 0.5 + 4.2) / 10.5)
@@ -170,14 +161,14 @@ def test_break_even_is_the_ratio_of_times() -> None:
     assert lost.faults[-1].name == "never pays"  # not even if verifying cost nothing
 
 
-def test_a_server_that_does_well_is_told_so() -> None:
+def test_a_server_that_does_well_is_told_so():
     diagnosis = found(
         ours(GOOD, (3, 10.9, 0.5)), PassCosts(COSTS.rows, (10, 10.2, 10.6, 16, 30, 60, 99), COSTS.draft_ms)
     )
     assert diagnosis.faults == () and diagnosis.verdict.startswith("Speculation pays")
 
 
-def test_a_fault_beside_speculation_that_pays_is_what_could_be_better() -> None:
+def test_a_fault_beside_speculation_that_pays_is_what_could_be_better():
     """Lookups that take no time and are seldom right: nothing of heads, and the verdict says first that it pays."""
     diagnosis = found(ours([310, 220, 160, 120], (0.01, 10.4, 0.5)), COSTS)
     assert diagnosis.verdict.startswith("Speculation pays (1.") and "Only 31%" in diagnosis.verdict
@@ -185,7 +176,7 @@ def test_a_fault_beside_speculation_that_pays_is_what_could_be_better() -> None:
     assert not any("--draft-format" in flag for flag in diagnosis.faults[0].flags)
 
 
-def test_costs_of_the_server_itself_are_used() -> None:
+def test_costs_of_the_server_itself_are_used():
     costs = {str(m): s / 1e3 for m, s in zip(COSTS.rows, COSTS.ms, strict=True)}
     text = ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)) + page(
         "sameseed", {}, {"pass_cost_seconds": ("rows", costs)}
@@ -200,18 +191,18 @@ def test_costs_of_the_server_itself_are_used() -> None:
     assert "1" in measured.engine.pass_costs and not LLM("embedded", policy="fixed").engine.pass_costs
 
 
-def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault() -> None:
+def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault():
     names = [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=3000)).faults]
     assert names == ["draft share", "cost"]
 
 
-def test_uneven_gaps_without_prompts_are_a_busy_machine() -> None:
+def test_uneven_gaps_without_prompts_are_a_busy_machine():
     buckets = {"0.01": 900.0, "0.02": 940.0, "0.1": 990.0, "1.0": 1000.0, "+Inf": 1000.0}
     tables = {"inter_token_latency_seconds_bucket": ("le", buckets)}
     assert found(drafted("vllm", GOOD) + page("vllm", {}, tables)).faults[0].name == "busy machine"
 
 
-def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 48, **settings: Any) -> Diagnosis:
+def of_engine(model, draft=None, tokens=48, **settings):
     """doctor's diagnosis of a real engine that wrote some texts, from the server's own metrics page."""
     llm = LLM(str(model), None if draft is None else str(draft), **{"policy": "fixed", **settings})
     llm.generate(["The fox", "One day", "A man"], SamplingParams(max_tokens=tokens, ignore_eos=True))
@@ -222,11 +213,11 @@ def of_engine(model: str | Path, draft: str | Path | None = None, tokens: int = 
     stats |= {"pass_costs": llm.engine.pass_costs}
     stats |= {"passes": {"counts": [spec.num_rounds, *[0] * 13], "tokens": spec.num_rounds}}
     client = SimpleNamespace(stats=stats, past_stats=[], state="ready", num_restarts=0)
-    metrics: Any = ServerMetrics(client, SimpleNamespace(num_refused=0), "m")  # type: ignore[arg-type]
+    metrics = ServerMetrics(client, SimpleNamespace(num_refused=0), "m")
     return found(generate_latest(metrics.registry).decode())
 
 
-def scrambled(folder: Path) -> Path:
+def scrambled(folder):
     """The embedded head with its weights shuffled, so that it fits no target."""
     source = resolve_model("embedded-head")
     shutil.copytree(source, folder)
@@ -239,7 +230,7 @@ def scrambled(folder: Path) -> Path:
     return folder
 
 
-def short_sighted(folder: Path) -> Path:
+def short_sighted(folder):
     """The embedded draft with a context of only 24 tokens."""
     shutil.copytree(resolve_model("embedded-draft"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -247,7 +238,7 @@ def short_sighted(folder: Path) -> Path:
     return folder
 
 
-def test_faults_staged_in_real_engines_are_named(tmp_path: Path) -> None:
+def test_faults_staged_in_real_engines_are_named(tmp_path):
     plain = of_engine("embedded")
     assert (plain.engine, plain.faults[0].name) == ("sameseed", "no drafter")
     assert of_engine("embedded", "ngram", draft_options={"min_ngram": 9, "max_ngram": 9}).faults[0].name == "no draft"
@@ -261,18 +252,18 @@ def test_faults_staged_in_real_engines_are_named(tmp_path: Path) -> None:
 class _Page(http.server.BaseHTTPRequestHandler):
     text, status, seen = "", 200, 0
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         _Page.seen += 1
         self.send_response(_Page.status)
         self.end_headers()
         self.wfile.write(_Page.text.replace("COUNT", str(1000 * _Page.seen)).encode())
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         return None
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server():
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page)
     threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     _Page.seen, _Page.status = 0, 200
@@ -281,7 +272,7 @@ def server() -> Iterator[str]:
     served.server_close()
 
 
-def test_two_looks_at_a_server(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_looks_at_a_server(server, capsys):
     _Page.text = drafted("vllm", [1, 0], generation_tokens_total=0).replace("total 1000.0", "total COUNT")
     _Page.text = _Page.text.replace("generation_tokens_total 0", "generation_tokens_total COUNT")
     _Page.text = _Page.text.replace("drafts_total 1000", "drafts_total COUNT")
@@ -296,22 +287,18 @@ def test_two_looks_at_a_server(server: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
-        (drafted("vllm", GOOD), 200, "no token was written"),
-        ("nothing", 404, "turn metrics on"),
-        ("nothing", 401, "--api-key-file"),
-        ("python_info 1\n", 200, "no counters of an engine"),
+        (drafted("vllm", GOOD), 200, "no token was written"), ("nothing", 404, "turn metrics on"),
+        ("nothing", 401, "--api-key-file"), ("python_info 1\n", 200, "no counters of an engine"),
         ("<html>what?</html>", 200, "no Prometheus text"),
     ],
-)
-def test_servers_that_say_nothing(
-    server: str, text: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_servers_that_say_nothing(server, text, status, message, capsys):
     _Page.text, _Page.status = text, status
     assert main(["doctor", server, "--seconds", "0.05"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_key_that_is_not_there(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_is_not_there(server, tmp_path, capsys):
     key = ["--api-key-file", str(tmp_path / "none.txt")]
     assert main(["doctor", server, *key]) == 2
     assert "cannot read the API key" in capsys.readouterr().err
@@ -322,14 +309,14 @@ def test_a_key_that_is_not_there(server: str, tmp_path: Path, capsys: pytest.Cap
     assert "write it on the first line" in capsys.readouterr().err
 
 
-def test_nobody_answers() -> None:
+def test_nobody_answers():
     with pytest.raises(ConfigError, match="is the server running"):
         fetch("http://127.0.0.1:9", timeout=0.5)
     with pytest.raises(ConfigError, match="no token was written"):
         watch(lambda: drafted("vllm", GOOD), 0.0, "x", lambda _: None)
 
 
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files(tmp_path, capsys):
     path = tmp_path / "saved"
     path.write_text(STAGED["draft share"][0])
     assert main(["doctor", str(path)]) == 0
@@ -342,7 +329,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         read_file(tmp_path / "none")
 
 
-def test_costs_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_come_from_a_file(tmp_path, capsys):
     (tmp_path / "page").write_text(STAGED["k too large"][0])
     rows = zip(COSTS.rows, COSTS.ms, strict=True)
     costs = tuple(Cost("bf16", "bf16", 64, m, ms, 1.0, ms, ms, 5, 1.0, 1.0) for m, ms in rows)
@@ -357,7 +344,7 @@ def test_costs_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "profile again" in capsys.readouterr().err
 
 
-def test_a_counter_that_began_anew_counts_from_nothing() -> None:
+def test_a_counter_that_began_anew_counts_from_nothing():
     now, before = Counted("vllm", drafts=5.0, stages={"draft": 1.0}), Counted("vllm", drafts=9.0, stages={"draft": 3.0})
     assert now.since(before, 1.0).drafts == 5.0 and now.since(before, 1.0).stages == {"draft": 1.0}
     assert state_of(now) is None

@@ -1,13 +1,9 @@
 """Estimates: bytes as they are loaded, floors as they were profiled, drafts by arithmetic; bad input is told apart."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ from sameseed.plan import paper
 from sameseed.plan.engines import read_costs
 from sameseed.plan.estimate import Question, estimate, given_limits, read_bytes
 from sameseed.plan.outlook import AcceptChances, DraftPlan, read_acceptance, speeds
-from sameseed.plan.paper import Sheet, sheet
+from sameseed.plan.paper import sheet
 from sameseed.scheme import QuantScheme
 
 LINES = (Path(__file__).parents[3] / "benchmarks" / "results" / "profile.jsonl").read_text().splitlines()
@@ -30,16 +26,16 @@ RECORDS = [p for p in (Profile.from_dict(json.loads(line)) for line in LINES) if
 LIMITS = given_limits(25.0, 1.0, 2)
 assert LIMITS is not None
 PASSES = [{"batch": b, "rows": b * n, "ms": 10 + b * n * 0.1} for b in (1, 16) for n in (1, 5, 9)]
-COSTS: dict[str, Any] = {"schema": ENGINE_SCHEMA, "engine": "vllm", "passes": PASSES}
+COSTS = {"schema": ENGINE_SCHEMA, "engine": "vllm", "passes": PASSES}
 
 
-def recorded(shape: str, format: str, kv_format: str) -> Sheet:
+def recorded(shape, format, kv_format):
     """The sheet of a record from before heads had 8 bits at least."""
     return sheet(shape, f"{format},lm_head={format}", kv_format)
 
 
 @pytest.mark.parametrize("format", ["auto", "w8a8", "fp8"])  # where the reference packs no codes
-def test_bytes_on_paper_are_those_of_the_loaded_model(format: str) -> None:
+def test_bytes_on_paper_are_those_of_the_loaded_model(format):
     on_paper = sheet("embedded", format)
     model = load_model(resolve_model("embedded"), ops.resolve("reference"), QuantScheme.parse(format))
     loaded = sum(m.nbytes for m in model.weights.matrices)
@@ -47,7 +43,7 @@ def test_bytes_on_paper_are_those_of_the_loaded_model(format: str) -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
-def test_floors_on_paper_are_those_of_the_records(record: Profile) -> None:
+def test_floors_on_paper_are_those_of_the_records(record):
     for stored in record.stored:
         own = recorded(record.shape["name"], stored.format, stored.kv_format)
         assert own.weights == pytest.approx(stored.bytes, rel=0.01)
@@ -61,7 +57,7 @@ def test_floors_on_paper_are_those_of_the_records(record: Profile) -> None:
 class Passes:
     """Chains and prompts of some records: reading, matrices and attention in seconds at the limits; what they took."""
 
-    def __init__(self, records: Seq[Profile]) -> None:
+    def __init__(self, records):
         rows = []
         for i, record in enumerate(records):
             jobs = [(x.format, x.rows, x.context, False, x.ms) for x in record.costs]
@@ -75,18 +71,18 @@ class Passes:
         self.curves = [row[0] for row in rows]
         self.rows, self.reading, self.matrices, self.attention, self.took = np.array([row[1:] for row in rows]).T
 
-    def errors(self, read: float, compute: float) -> Any:
+    def errors(self, read, compute):
         """Logarithms of predicted over measured."""
         computing = self.matrices / compute + self.attention / paper.ATTENTION
         return np.log(np.hypot(self.reading / read, computing) / self.took)
 
-    def best(self) -> tuple[float, float]:
+    def best(self):
         """READ and COMPUTE, to two digits, with the least mean square of these."""
         grid = [(a / 100, b / 100) for a in range(70, 101) for b in range(30, 81)]
         return min(grid, key=lambda g: float(np.mean(self.errors(*g) ** 2)))
 
 
-def test_shares_of_the_limits_are_derived_from_the_records() -> None:
+def test_shares_of_the_limits_are_derived_from_the_records():
     passes = Passes(RECORDS)
     assert passes.best() == (paper.READ, paper.COMPUTE)
     errors = passes.errors(paper.READ, paper.COMPUTE)
@@ -96,7 +92,7 @@ def test_shares_of_the_limits_are_derived_from_the_records() -> None:
     assert max(spreads) * 1.638 / 1.282 == pytest.approx(paper.SPREAD, rel=0.02)
 
 
-def test_records_that_were_held_out_are_predicted_within_what_the_guide_says() -> None:
+def test_records_that_were_held_out_are_predicted_within_what_the_guide_says():
     errors = []
     for record in RECORDS:
         shares = Passes([r for r in RECORDS if r is not record]).best()
@@ -105,7 +101,7 @@ def test_records_that_were_held_out_are_predicted_within_what_the_guide_says() -
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
-def test_batches_are_predicted_though_the_shares_saw_none(record: Profile) -> None:
+def test_batches_are_predicted_though_the_shares_saw_none(record):
     errors = []
     for x in record.batch:
         cost = recorded(record.shape["name"], x.format, x.kv_format).cost(record.limits)
@@ -113,7 +109,7 @@ def test_batches_are_predicted_though_the_shares_saw_none(record: Profile) -> No
     assert sorted(errors)[-2:][0] < 0.25 and max(errors) < 0.38  # the worst: slower than a chain of as many rows
 
 
-def test_another_run_is_predicted_which_the_shares_did_not_see() -> None:
+def test_another_run_is_predicted_which_the_shares_did_not_see():
     peers = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "peers.jsonl").read_text())
     arms = [a for group in peers["groups"] for a in group["arms"] if a["engine"] == "sameseed"]
     limits, errors = RECORDS[0].limits, []  # of the same machine on the same day
@@ -125,14 +121,14 @@ def test_another_run_is_predicted_which_the_shares_did_not_see() -> None:
     assert len(errors) == 12 and np.median(np.abs(errors)) < 0.12 and max(np.abs(errors)) < 0.23
 
 
-def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
     import huggingface_hub
 
     shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert sheet("org/name", "w8a8").weights == sheet("embedded", "w8a8").weights
 
-    def fails(*_: object) -> str:
+    def fails(*_):
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
@@ -141,7 +137,7 @@ def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path: Path, monkeypatch: p
         sheet("org/name")
 
 
-def test_a_folder_with_config_json_alone_is_enough(tmp_path: Path) -> None:
+def test_a_folder_with_config_json_alone_is_enough(tmp_path):
     shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
     whole, alone = sheet("embedded", "w4a8"), sheet(str(tmp_path), "w4a8")
     assert (alone.weights, alone.row, alone.config.num_layers) == (whole.weights, whole.row, whole.config.num_layers)
@@ -151,7 +147,7 @@ def test_a_folder_with_config_json_alone_is_enough(tmp_path: Path) -> None:
         sheet(str(tmp_path))
 
 
-def test_windows_save_time_and_no_memory(tmp_path: Path) -> None:
+def test_windows_save_time_and_no_memory(tmp_path):
     raw = json.loads((resolve_model("embedded") / "config.json").read_text())
     raw |= {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     found = []
@@ -161,13 +157,11 @@ def test_windows_save_time_and_no_memory(tmp_path: Path) -> None:
         found.append(sheet(str(tmp_path / name)))
     full, windowed = found
     assert windowed.row == full.row
-    assert LIMITS is not None
     assert windowed.seconds(LIMITS, 1, 1, 2000) < full.seconds(LIMITS, 1, 1, 2000)
     assert windowed.seconds(LIMITS, 1, 1, 60) == full.seconds(LIMITS, 1, 1, 60)
 
 
-def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
-    assert LIMITS is not None
+def test_intervals_hold_the_value_and_an_assumption_widens_them():
     cost, wide = sheet("llama-3.2-1b", "w4a8").cost(LIMITS), {}
     passes = sheet("smollm2-135m", "w8a8").cost(LIMITS).passes
     for low, high, spread in ((0.7, 0.7, 0.0), (0.5, 0.9, 0.0), (0.7, 0.7, 0.5)):
@@ -178,7 +172,7 @@ def test_intervals_hold_the_value_and_an_assumption_widens_them() -> None:
     assert min(wide[0.5, 0.0], wide[0.7, 0.5]) > 1.1 * wide[0.7, 0.0]
 
 
-def test_a_draft_format_that_was_not_profiled_is_priced_on_paper() -> None:
+def test_a_draft_format_that_was_not_profiled_is_priced_on_paper():
     profile = replace(RECORDS[0], draft=RECORDS[0])
     question = Question("llama-3.2-1b", kv_format="bf16", context=256, batches=(1,), drafts=("llama-3.2-1b",))
     for format, grade in ((RECORDS[0].formats[0], "profiled"), ("nf4", "paper")):
@@ -186,15 +180,12 @@ def test_a_draft_format_that_was_not_profiled_is_priced_on_paper() -> None:
         assert {e.speeds[1].speedup.grade for e in found} == {grade}
 
 
-def test_estimates_of_the_embedded_pair() -> None:
-    assert LIMITS is not None
+def test_estimates_of_the_embedded_pair():
     drafts = ("embedded-draft", "embedded-head", "suffix", "ngram > embedded-draft")
     asked = Question("embedded", drafts=drafts, batches=(4, 1), available=1 << 30)
     found = estimate(asked, LIMITS)
     assert [e.format for e in found] == ["bf16", "w8a8", "w4a8"]
     for e in found:
-        assert e.memory is not None
-        assert e.ttft_s is not None
         assert set(e.memory.max_context) == {1, 4}
         assert e.memory.weights < e.memory.peak.low <= e.memory.peak.value <= e.memory.peak.high
         assert len(e.speeds) == 2 * (1 + len(drafts))
@@ -206,8 +197,7 @@ def test_estimates_of_the_embedded_pair() -> None:
     assert lighter == sorted(lighter, reverse=True)
 
 
-def test_memory_that_is_too_small_names_what_would_fit() -> None:
-    assert LIMITS is not None
+def test_memory_that_is_too_small_names_what_would_fit():
     with pytest.raises(ConfigError, match=r"--format w8a8 .*--format w4a8"):
         estimate(Question("llama-3.2-1b", ("bf16",), available=2 << 30), LIMITS)
     with pytest.raises(ConfigError, match=r"take --context \d+"):
@@ -234,16 +224,14 @@ def test_memory_that_is_too_small_names_what_would_fit() -> None:
         ({"drafts": ("suffix",), "acceptance": ("0.5", "0.6")}, ConfigError, "same order"),
     ],
 )
-def test_bad_questions_are_told_apart(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    assert LIMITS is not None
+def test_bad_questions_are_told_apart(changes, error, words):
     with pytest.raises(error, match=words):
         estimate(Question(**{"model": "embedded", **changes}), LIMITS)
 
 
-def test_a_draft_of_another_family_is_refused(tmp_path: Path) -> None:
+def test_a_draft_of_another_family_is_refused(tmp_path):
     raw = json.loads((resolve_model("embedded-draft") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 50_000}))
-    assert LIMITS is not None
     with pytest.raises(VocabularyError, match="family"):
         estimate(Question("embedded", drafts=(str(tmp_path),)), LIMITS)
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -256,10 +244,10 @@ def test_a_draft_of_another_family_is_refused(tmp_path: Path) -> None:
         estimate(Question("embedded", drafts=(str(tmp_path),)), LIMITS)
 
 
-def test_profiled_costs_are_used_as_they_are() -> None:
+def test_profiled_costs_are_used_as_they_are():
     record = RECORDS[0]
     draft = {"drafts": ("smollm2-135m",), "acceptance": ("0.8",)}
-    found = estimate(Question("llama-3.2-1b", kv_format="bf16", context=256, batches=(1,), **draft), record)  # type: ignore[arg-type]
+    found = estimate(Question("llama-3.2-1b", kv_format="bf16", context=256, batches=(1,), **draft), record)
     assert [e.format for e in found] == list(record.formats)
     for e in found:
         plain, drafted = e.speeds
@@ -267,7 +255,6 @@ def test_profiled_costs_are_used_as_they_are() -> None:
         assert plain.tokens_per_s.grade == "profiled"
         assert plain.tokens_per_s.value == pytest.approx(1e3 / (ms + 0.35))
         assert drafted.speedup.grade == "paper"  # of the draft nothing was profiled
-        assert e.ttft_s is not None
         assert e.ttft_s.value == pytest.approx(next(p.ms for p in record.prefill if p.format == e.format) / 1e3)
     with pytest.raises(ConfigError, match=r"whose num_parameters|whose num_layers"):
         estimate(Question("qwen3-0.6b", context=256), record)
@@ -289,14 +276,14 @@ def test_profiled_costs_are_used_as_they_are() -> None:
         ({"passes": [{"batch": 1, "row": 1, "ms": 1.0}]}, "vllm", "did you mean 'rows'"),
     ],
 )
-def test_cost_files_of_others_are_refused(changes: dict[str, Any], engine: str, words: str, tmp_path: Path) -> None:
+def test_cost_files_of_others_are_refused(changes, engine, words, tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({**COSTS, **changes}))
     with pytest.raises(ConfigError, match=words):
         Profile.read(file) if engine == "sameseed" else read_costs(file, engine)
 
 
-def test_acceptance_from_files_and_words(tmp_path: Path) -> None:
+def test_acceptance_from_files_and_words(tmp_path):
     file = tmp_path / "speculation_profile.json"
     file.write_text(json.dumps({"conditional_accept_rates": [0.8, 0.6], "num_rounds": 10_000}))
     found = read_acceptance(str(file))
@@ -308,7 +295,7 @@ def test_acceptance_from_files_and_words(tmp_path: Path) -> None:
     assert read_acceptance(None).assumed
 
 
-def test_sizes_of_memory() -> None:
+def test_sizes_of_memory():
     sizes = [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 ")]
     assert sizes == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
     for text in ("", "GB", "-1GB", "24 apples", "nan"):
@@ -321,7 +308,7 @@ def test_sizes_of_memory() -> None:
     assert given_limits(None, None, 1) is None
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     machine = ["--machine-read", "100", "--machine-ops", "2", "--memory", "1GiB"]
     assert cli.main(["estimate", "embedded", "--draft", "suffix + embedded-draft", *machine]) == 0
     text = capsys.readouterr().out

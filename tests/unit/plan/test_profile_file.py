@@ -1,11 +1,8 @@
 """A tuned profile survives writing and reading, is refused where it does not apply, and LLM and commands use it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ from sameseed.plan.profile_file import text, write
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
 
-def made(**changes: object) -> Tuned:
+def made(**changes):
     """A profile for this machine and the embedded target."""
     tuned = Tuned(
         machine_here(),
@@ -26,7 +23,7 @@ def made(**changes: object) -> Tuned:
         Chosen(draft="ngram", num_draft_tokens=3, policy="fixed", max_num_seqs=8, by_batch=((1, 5), (3, 2), (9, 0))),
         Scope("ab12", 16, ("code", 'a "quoted" \\ name'), (3, 90), (8, 64), (0.0, 0.8), (1, 8), 512),
     )
-    return dataclasses.replace(tuned, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(tuned, **changes)
 
 
 FULL = dataclasses.replace(
@@ -43,19 +40,19 @@ FULL = dataclasses.replace(
 
 
 @pytest.mark.parametrize("tuned", [made(), FULL, Tuned(TunedMachine("x\x7fé", 1), TunedModel("m"), Chosen())])
-def test_a_file_reads_as_it_was_written(tuned: Tuned, tmp_path: Path) -> None:
+def test_a_file_reads_as_it_was_written(tuned, tmp_path):
     write(tuned, tmp_path / "new" / "p.toml")
     assert Tuned.read(tmp_path / "new" / "p.toml") == tuned
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["p.toml"]
 
 
-def test_every_section_is_explained() -> None:
+def test_every_section_is_explained():
     lines = text(FULL).splitlines()
     sections = [i for i, line in enumerate(lines) if line.startswith("[") and line != "[[rejected]]"]
     assert len(sections) == 8 and all(lines[i - 1].startswith("# ") for i in sections)
 
 
-def test_the_table_by_batch_has_no_gaps() -> None:
+def test_the_table_by_batch_has_no_gaps():
     assert made().chosen.ranges() == [(1, 2, 5), (3, 8, 2), (9, 4096, 0)]
     assert "1-2 = 5\n3-8 = 2\n9- = 0\n" in text(made())
 
@@ -71,7 +68,7 @@ def test_the_table_by_batch_has_no_gaps() -> None:
         ("threads = ", "threads = true # ", "must be of type int"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_remedy(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_with_the_remedy(old, new, message, tmp_path):
     assert old in text(made())
     (tmp_path / "p.toml").write_text(text(made()).replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +77,7 @@ def test_a_bad_file_is_refused_with_the_remedy(old: str, new: str, message: str,
         Tuned.read(tmp_path / "none.toml")
 
 
-def written(tuned: Tuned, folder: Path) -> str:
+def written(tuned, folder):
     write(tuned, folder / "p.toml")
     return str(folder / "p.toml")
 
@@ -88,15 +85,11 @@ def written(tuned: Tuned, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("part", "name", "other"),
     [
-        ("machine", "cpu", "another"),
-        ("machine", "isa", "sse9"),
-        ("machine", "threads", 999),
+        ("machine", "cpu", "another"), ("machine", "isa", "sse9"), ("machine", "threads", 999),
         ("model", "digest", "0123"),
     ],
-)
-def test_a_profile_of_something_else_is_refused(
-    part: str, name: str, other: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+)  # fmt: skip
+def test_a_profile_of_something_else_is_refused(part, name, other, tmp_path, caplog):
     here = made()
     path = written(made(**{part: dataclasses.replace(getattr(here, part), **{name: other})}), tmp_path)
     why = f"{other} there"
@@ -108,7 +101,7 @@ def test_a_profile_of_something_else_is_refused(
     assert why in caplog.text
 
 
-def test_llm_takes_what_was_chosen_where_nothing_is_said(tmp_path: Path) -> None:
+def test_llm_takes_what_was_chosen_where_nothing_is_said(tmp_path):
     path = written(made(), tmp_path)
     llm = LLM(profile=path)
     assert (llm.config.spec.method, llm.config.spec.num_draft_tokens, llm.config.max_num_seqs) == ("ngram", 3, 8)
@@ -118,7 +111,7 @@ def test_llm_takes_what_was_chosen_where_nothing_is_said(tmp_path: Path) -> None
     assert (other.config.spec.method, other.config.max_num_seqs) == ("none", 4)
 
 
-def test_goodput_decides_beyond_the_scope(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_goodput_decides_beyond_the_scope(tmp_path, caplog):
     path = written(made(), tmp_path)
     assert LLM(profile=path).config.spec.policy == "fixed"
     with caplog.at_level(logging.WARNING):
@@ -129,7 +122,7 @@ def test_goodput_decides_beyond_the_scope(tmp_path: Path, caplog: pytest.LogCapt
     assert "temperature 1.2 lies outside" in caplog.text
 
 
-def test_flags_win_over_the_profile(tmp_path: Path) -> None:
+def test_flags_win_over_the_profile(tmp_path):
     @dataclasses.dataclass(frozen=True)
     class Own:
         """A command."""
@@ -148,7 +141,7 @@ def test_flags_win_over_the_profile(tmp_path: Path) -> None:
     assert (parsed.model, parsed.settings["draft"], parsed.settings["format"]) == ("m", None, "bf16")
 
 
-def test_generate_uses_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_uses_a_profile(tmp_path, capsys):
     path = written(made(), tmp_path)
     argv = ["generate", "1 1 1 1 1 1 1 1", "--profile", path, "--json", "--max-tokens", "8"]
     assert main(argv) == 0
@@ -159,20 +152,12 @@ def test_generate_uses_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "sameseed tune" in capsys.readouterr().err
 
 
-def test_bench_measures_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_what_was_chosen(tmp_path, capsys):
     path = written(made(), tmp_path)
     (tmp_path / "prompts.txt").write_text("a b a b a b a b")
     argv = [
-        "bench",
-        "--profile",
-        path,
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--repeat",
-        "1",
-        "--max-tokens",
-        "6",
-    ]
+        "bench", "--profile", path, "--prompts", str(tmp_path / "prompts.txt"), "--repeat", "1", "--max-tokens", "6",
+    ]  # fmt: skip
     assert main([*argv, "--temperatures", "0", "--json", "--out", str(tmp_path / "out.jsonl")]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["config"]["draft"] for r in records] == ["none", "ngram"]

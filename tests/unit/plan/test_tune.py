@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
 
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Gap, ModelSteps, RoundCost
+from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
 from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
 from sameseed.plan.grid import Bound, Interval, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.race import Aim, Contestant, race, ratio
+from sameseed.plan.trials import Trial, TrialRun
 from sameseed.request import SamplingParams
-from sameseed.tuned import Loser, Tuned
+from sameseed.tuned import Tuned
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 
 
-def asked(**given: Any) -> TuneRequest:
+def asked(**given):
     return TuneRequest(**{"model": "embedded", "prompts": PROMPTS, "params": PARAMS, "drafts": ("ngram",), **given})
 
 
-def prospect(spec: SpecConfig, value: float, num_bytes: int = 0) -> Prospect:
+def prospect(spec, value, num_bytes=0):
     speeds = dict.fromkeys((1, 4), value)
-    made: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    made = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
     return Prospect(Setting("auto", "auto", spec), speeds, made, num_bytes)
 
 
-def test_bad_requests() -> None:
+def test_bad_requests():
     for given, says in (
         ({"objective": "fast"}, "objective must be one of balanced, latency"),
         ({"prompts": ()}, "at least two"),
@@ -59,7 +60,7 @@ def test_bad_requests() -> None:
     assert parse_slo("ttft<2s, itl < 50ms") == (Bound("ttft", 2.0), Bound("itl", 0.05))
 
 
-def test_the_grid() -> None:
+def test_the_grid():
     found = draft_specs(asked(drafts=("ngram", "self_quant + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
     assert [(s.method, [b.format for b in s.below], Level.of(s).branches) for s in found] == [
         ("ngram", [], False),
@@ -92,7 +93,7 @@ def test_the_grid() -> None:
 
 
 @pytest.mark.parametrize("text", ["embedded-head", "ngram + embedded-head"])
-def test_a_head_guesses_trees_and_chains(text: str) -> None:
+def test_a_head_guesses_trees_and_chains(text):
     tree, chain = draft_specs(asked(drafts=(text,)))
     assert Level.of(tree).branches and not Level.of(chain).branches
     assert [max(s.num_draft_tokens for s in lengths_of(spec)) for spec in (tree, chain)] == [32, 12]
@@ -101,7 +102,7 @@ def test_a_head_guesses_trees_and_chains(text: str) -> None:
     assert again == chain, "a profile's options say the same"
 
 
-def test_who_runs() -> None:
+def test_who_runs():
     plain = prospect(SpecConfig(), 1.0)
     good = [prospect(s, 2.0, num_bytes=9) for s in lengths_of(SpecConfig("ngram"))]
     hopeless = [prospect(s, 0.5) for s in lengths_of(SpecConfig("suffix"))]
@@ -116,12 +117,12 @@ def test_who_runs() -> None:
     assert small[1] in hopeless, "the least bytes first"
 
 
-def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch):
     request = asked(drafts=("ngram", "suffix"), batches=(1,))
     target = TargetBench(request, "auto", "auto", draft_specs(request), LLM)
 
-    def promised(slow: float) -> list[float]:
-        def cost(spec: SpecConfig, threads: int | None) -> RoundCost:
+    def promised(slow):
+        def cost(spec, threads):
             x = slow if spec.method == "suffix" else 1.0
             steps = (ModelSteps(Curve([(1, 0.0001 * x)])),)
             return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, Gap(0.001 * x, 0.002 * x))
@@ -136,18 +137,18 @@ def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch: pytest.Mon
 class Runs:
     """A contestant whose speed is known."""
 
-    def __init__(self, spec: SpecConfig, speed: float, ttft: float = 0.01, num_bytes: int = 0) -> None:
+    def __init__(self, spec, speed, ttft=0.01, num_bytes=0):
         self.ran: list[int] = []
         self.contestant = Contestant(prospect(spec, speed, num_bytes), lambda: SimpleNamespace(), self.jobs)
-        self.contestant.run = self.run  # type: ignore[method-assign]
-        self.contestant.warm = lambda batch, members: None  # type: ignore[method-assign]
+        self.contestant.run = self.run
+        self.contestant.warm = lambda batch, members: None
         self.speed, self.ttft = speed, ttft
 
     @staticmethod
-    def jobs(batch: int, members: Seq[int]) -> list[Any]:
+    def jobs(batch, members):
         return []
 
-    def run(self, batch: int, members: Any) -> None:
+    def run(self, batch, members):
         self.ran += members
         c, count = self.contestant, len(members)
         c.tokens.setdefault(batch, []).append(100 * count)
@@ -156,14 +157,14 @@ class Runs:
         c.itl.setdefault(batch, []).extend([1.0 / self.speed] * count)
 
 
-def ngrams(count: int) -> list[Runs]:
+def ngrams(count):
     return [
         Runs(SpecConfig(), 1.0),
         *(Runs(SpecConfig("ngram", num_draft_tokens=k), 1.0 + 0.1 * k) for k in range(count)),
     ]
 
 
-def test_the_race() -> None:
+def test_the_race():
     runs = ngrams(6)
     order = race([r.contestant for r in runs], 32, (1, 4), 60.0, Aim((1, 4)))
     assert order[0] is runs[-1].contestant
@@ -177,9 +178,9 @@ def test_the_race() -> None:
     assert single.high / single.low > 1.2 > found.high / found.low, "one pair tells little"
 
 
-def test_what_scatters_does_not_win_by_luck() -> None:
+def test_what_scatters_does_not_win_by_luck():
     class Scattering(Runs):
-        def run(self, batch: int, members: Any) -> None:
+        def run(self, batch, members):
             self.speed = (1.75, 1.35, 3.0, 1.6)[len(self.ran) // 4]
             super().run(batch, members)
 
@@ -190,7 +191,7 @@ def test_what_scatters_does_not_win_by_luck() -> None:
 
 
 @pytest.mark.parametrize(("aim", "whole"), [(Aim((1,)), False), (Aim((1,), slo=(Bound("itl", 9.0),)), True)])
-def test_a_race_that_is_decided_ends(aim: Aim, whole: bool) -> None:
+def test_a_race_that_is_decided_ends(aim, whole):
     """A lead that is known well needs no more prompts, unless latencies count; a scattering one does."""
     few = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 2.0)]
     race([r.contestant for r in few], 4096, (1,), 60.0, aim)
@@ -200,14 +201,12 @@ def test_a_race_that_is_decided_ends(aim: Aim, whole: bool) -> None:
 @pytest.mark.parametrize(
     ("aim", "winner"),
     [
-        (Aim((1,)), "fast"),
-        (Aim((1,), slo=(Bound("ttft", 1.0),)), "plain"),
-        (Aim((1,), slo=(Bound("itl", 0.6),)), "fast"),
-        (Aim((1,), by="ttft"), "plain"),
+        (Aim((1,)), "fast"), (Aim((1,), slo=(Bound("ttft", 1.0),)), "plain"),
+        (Aim((1,), slo=(Bound("itl", 0.6),)), "fast"), (Aim((1,), by="ttft"), "plain"),
         (Aim((1,), by="memory"), "small"),
     ],
-)
-def test_what_is_best_is_what_was_aimed_at(aim: Aim, winner: str) -> None:
+)  # fmt: skip
+def test_what_is_best_is_what_was_aimed_at(aim, winner):
     runs = {
         "plain": Runs(SpecConfig(), 1.0, num_bytes=5),
         "fast": Runs(SpecConfig("ngram"), 2.0, ttft=9.0, num_bytes=5),
@@ -219,33 +218,31 @@ def test_what_is_best_is_what_was_aimed_at(aim: Aim, winner: str) -> None:
     assert missed == ("ttft<1s missed: 9 s" if aim.slo == (Bound("ttft", 1.0),) else None)
 
 
-def test_a_small_budget_is_refused_before_anything_is_measured() -> None:
-    slow: Any = SimpleNamespace(
-        seconds_of_text=lambda: 2.0, specs=[SpecConfig("ngram")], tried=list(range(12)), asked=None
-    )
+def test_a_small_budget_is_refused_before_anything_is_measured():
+    slow = SimpleNamespace(seconds_of_text=lambda: 2.0, specs=[SpecConfig("ngram")], tried=list(range(12)), asked=None)
     with pytest.raises(ConfigError, match="--seconds 60 or more"):
         tune._within(asked(seconds=40.0), [slow], 15.0, [])
-    lost: list[Loser] = []
+    lost = []
     small = tune._within(asked(seconds=60.0), [slow], 10.0, lost)
     assert small.batches == (1,) and "batch 4" in lost[0].settings["setting"] and len(slow.tried) == 6
 
 
-def test_a_small_budget_takes_fewer_settings_and_prompts() -> None:
+def test_a_small_budget_takes_fewer_settings_and_prompts():
     runners = [Runs(SpecConfig(), 10.0).contestant, *(r.contestant for r in ngrams(4)[1:])]
     # The first rung: 4 texts of 8 tokens at two batch sizes, 6.4 s of plain decoding and about 50 s of each other.
     assert len(tune.affordable(runners, asked(), 8.0, 1000.0, [])[0]) == 5
     few, _ = tune.affordable(runners, asked(), 8.0, 60.0, [])
     assert [c.label for c in few] == ["plain", "ngram k=3"], "the most promising"
-    lost: list[Loser] = []
+    lost = []
     few, small = tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0, lost)
     assert len(few) == 2 and len(small.prompts) == 2, "fewer prompts, and nothing measured is lost"
     assert {x.why for x in lost} == {"time"} and "6 of 8 prompts" in lost[0].settings["setting"]
 
 
-def test_formats_beyond_the_bound_are_dropped_and_named() -> None:
-    targets: Any = [SimpleNamespace(format=f, kv_format="auto", name=f) for f in ("auto", "w8a8", "w4a8")]
+def test_formats_beyond_the_bound_are_dropped_and_named():
+    targets = [SimpleNamespace(format=f, kv_format="auto", name=f) for f in ("auto", "w8a8", "w4a8")]
     ratios = {("w8a8", "auto"): Interval(1.03, 1.01, 1.05), ("w4a8", "auto"): Interval(1.2, 1.1, 1.3)}
-    lost: list[Loser] = []
+    lost = []
     kept = quality.kept(asked(quality=1.02), targets, ratios, lost)
     assert [t.format for t in kept] == ["auto", "w8a8"]
     assert [(x.settings["setting"], x.why) for x in lost] == [("w4a8", "quality")]
@@ -253,21 +250,21 @@ def test_formats_beyond_the_bound_are_dropped_and_named() -> None:
         quality.kept(asked(quality=1.05), targets[2:], ratios, lost)
 
 
-def test_the_checkpoint_is_measured_where_the_grid_lacks_it() -> None:
+def test_the_checkpoint_is_measured_where_the_grid_lacks_it():
     request = asked(quality=1.02, quality_tokens=300)
-    target: Any = SimpleNamespace(format="w4a8", kv_format="auto", name="w4a8", bench=SimpleNamespace())
+    target = SimpleNamespace(format="w4a8", kv_format="auto", name="w4a8", bench=SimpleNamespace())
     target.bench.llm = LLM("embedded", format="w4a8", max_num_seqs=1)
     found = quality.measure(request, [target], LLM, lambda *_: None)["w4a8", "auto"]
     assert found.low < found.value < found.high and math.isfinite(found.high) and found.value != 1.0
 
 
-def test_a_draft_that_fits_nowhere() -> None:
-    lost: list[Loser] = []
+def test_a_draft_that_fits_nowhere():
+    lost = []
     with pytest.raises(ConfigError, match="none of the drafts fits this target: embedded-target for auto"):
         load_targets(asked(drafts=("embedded-target",)), LLM, lambda *_: None, lost)
 
 
-def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_prompts_to_a_profile(tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
     out, plot = tmp_path / "tuned.toml", tmp_path / "tuned.png"
@@ -283,3 +280,40 @@ def test_from_prompts_to_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture
     llm = LLM(profile=str(out))
     plain = LLM("embedded", format=tuned.chosen.format or "auto").generate(["The cat is"], PARAMS)
     assert llm.generate(["The cat is"], PARAMS)[0].text == plain[0].text
+
+
+def test_by_hand():
+    # Four rounds: one without a draft, three with drafts of 4, 4 and 2 tokens, of which 3, 0 and 2 were right.
+    run = TrialRun(4, np.array([[4, 3], [4, 0], [2, 2]]), (0.75,))
+    trial = Trial({4: run}, 8)
+    assert trial.drafted(4) == Drafted(5 / 4, 10 / 4, ((0.75, 10 / 3),))
+    assert trial.drafted(1) == Drafted(2 / 4, 3 / 4, ((0.75, 1.0),))
+    rates = trial.rates(2)
+    assert rates.marginal_accept_rates == (0.5, 0.5) and rates.conditional_accept_rates == (0.5, 1.0)
+    assert (rates.mean_accept_length, rates.num_samples) == (2.0, 4)
+    none = Trial({4: TrialRun(3, np.zeros((0, 2), np.int64), (0.0,))}, 8)
+    assert none.drafted(4) == Drafted(0.0, 0.0, ((0.0, 0.0),)) and none.rates(4).mean_accept_length == 1.0
+
+
+def test_each_size_of_a_tree_has_a_run_of_its_own():
+    runs = {k: TrialRun(2, np.array([[k, 1], [k, k // 4]]), (1.0,)) for k in (4, 16)}
+    trial = Trial(runs, 8)
+    assert (trial.drafted(4).accepted, trial.drafted(16).accepted) == (1.0, 2.5)
+    assert trial.drafted(16).rows == 16 and trial.drafted(16).levels == ((1.0, 8),), "no deeper than drafts are"
+
+
+@pytest.mark.parametrize("draft", ["embedded-draft", "ngram", "suffix + embedded-head"])
+def test_a_trial_tells_what_shorter_runs_count(draft):
+    prompts, params = tuple(read_prompts(DEFAULT_PROMPTS, 6)), SamplingParams(max_tokens=32, seed=1)
+    request = TuneRequest("embedded", prompts, params, (draft,), batches=(2,))
+    spec = draft_specs(request)[-1]
+    target = TargetBench(request, "auto", "auto", [spec], LLM)
+    trial = target._trial(spec)
+    assert target.mean_tokens <= 32 and all(sum(r.shares) <= 1.0 for r in trial.runs.values())
+    for one in lengths_of(spec)[:-1]:
+        run = Run()
+        run_batch(target.engine(target._setting(one, None)), target.jobs, run)
+        decided = run.metrics.num_rounds - len(run.completions)
+        found = trial.drafted(one.num_draft_tokens)
+        assert found.accepted == pytest.approx(run.metrics.num_accepted_tokens / decided, abs=0.5)
+        assert found.rows == pytest.approx(run.metrics.num_draft_tokens / decided, abs=0.9)

@@ -1,10 +1,6 @@
 """Quantizing on another device: the same file if nothing is learned from text, otherwise nearly the same."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +13,11 @@ from sameseed import devices
 from sameseed.errors import ConfigError
 from sameseed.quantize import _walk
 from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import Progress, quantize
+from sameseed.quantize._run import quantize
 
 
 @pytest.fixture
-def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def away(monkeypatch):
     """The pretended device, which passes every check."""
     monkeypatch.setattr(devices, "check", lambda name: None)
     with pretended_device() as name:
@@ -29,14 +25,14 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> QuantizePlan:
+def plan(tmp_path_factory):
     root = tmp_path_factory.mktemp("device")
     write_model(root / "model", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     text = write_text(root / "text.jsonl")
     return QuantizePlan(str(root / "model"), root / "out", "w4a16-g32", "rtn", text, samples=2, length=16)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
@@ -52,9 +48,7 @@ slow = pytest.mark.slow
         *(pytest.param(s, True, marks=slow) for s in SCHEMES),
     ],
 )
-def test_rounding_to_nearest_gives_the_same_file(
-    plan: QuantizePlan, away: str, tmp_path: Path, scheme: str, learns: bool
-) -> None:
+def test_rounding_to_nearest_gives_the_same_file(plan, away, tmp_path, scheme, learns):
     """`learns`: with calibration text, on which rtn measures its errors."""
     asked = replace(plan, scheme=scheme, calibration=plan.calibration if learns else None)
     here = quantize(replace(asked, out=tmp_path / "here"))
@@ -68,23 +62,21 @@ def test_rounding_to_nearest_gives_the_same_file(
 @pytest.mark.parametrize(
     "method", ["smooth+gptq", "rotate+awq", *(pytest.param(m, marks=slow) for m in ("gptq", "awq+gptq", "rotate+gptq"))]
 )
-def test_methods_that_learn_from_text_run_there(
-    plan: QuantizePlan, away: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_that_learn_from_text_run_there(plan, away, tmp_path, method, monkeypatch):
     """Runs complete there, also after an interruption, as good as on the CPU; every layer is computed there."""
-    computed: list[bool] = []
+    computed = []
     error = _walk.module_error
 
-    def watched(*args: object) -> _walk.ModuleError:
+    def watched(*args):
         computed.append(isinstance(args[2], Elsewhere) and isinstance(args[3], Elsewhere))
-        return error(*args)  # type: ignore[arg-type]
+        return error(*args)
 
     options = {"rotate+awq": {"grid": 2}, "smooth+gptq": {"clip": False}}
     asked = replace(plan, method=method, options=options.get(method, {}))
     here = quantize(replace(asked, out=tmp_path / "here"))
     monkeypatch.setattr(_walk, "module_error", watched)
 
-    def stop(p: Progress) -> None:
+    def stop(p):
         raise KeyboardInterrupt
 
     asked = replace(asked, out=tmp_path / "there", device=away)

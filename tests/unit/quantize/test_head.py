@@ -1,10 +1,6 @@
 """A head that is rotated with its target: the same guesses from rotated hidden states."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from sameseed import ops
 from sameseed.cli import main
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import assemble, build_engine
-from sameseed.engine.engine import Engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
@@ -30,7 +25,7 @@ from sameseed.request import SamplingParams, Sequence
 
 SEED = 5
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+KINDS = {
     "reduced": ("eagle3", {"draft_vocab_size": 130}, (EMBED,)),
     "all its own": ("eagle3", {"draft_vocab_size": 130}, ()),
     "shared LM head": ("eagle3", {}, (EMBED, LM_HEAD, "d2t")),
@@ -40,7 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def made(root: Path, kind: str) -> Path:
+def made(root, kind):
     layout, changes, drop = KINDS[kind]
     raw = raw_config(layout, MODEL_VOCAB, [1, 2, 3], **changes)
     at = "midlayer" if layout == "eagle3" else "layers.0"
@@ -49,7 +44,7 @@ def made(root: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory):
     """A target, and the target rotated by `rotate` in 32 bits."""
     root = tmp_path_factory.mktemp("rotated")
     write_model(root / "target", num_hidden_layers=3)
@@ -58,11 +53,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "target", rotated(root / "target", root / "turned")
 
 
-def rotated(model: Path, out: Path, method: str = "rotate") -> Path:
+def rotated(model, out, method="rotate"):
     return quantize(QuantizePlan(str(model), out, "fp32", method, seed=SEED)).folder
 
 
-def guesses(folder: Path, model: Path, turned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def guesses(folder, model, turned):
     """Logits and features of a head after nine tokens, from random hidden states of its target."""
     target = load_model(model, ops.resolve("reference"))
     head = load_head(folder, target, target.ops)
@@ -78,7 +73,7 @@ def guesses(folder: Path, model: Path, turned: bool) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_turned_head_guesses_the_same(models: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+def test_a_turned_head_guesses_the_same(models, tmp_path, kind):
     target, turned = models
     head = made(tmp_path / "head", kind)
     own = turn_head(head, turned, tmp_path / "out", target if kind == "shared LM head" else None)
@@ -86,7 +81,7 @@ def test_a_turned_head_guesses_the_same(models: tuple[Path, Path], tmp_path: Pat
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def engine(target: Path, head: Path | None) -> Engine:
+def engine(target, head):
     pair = load_pair(target, target.parent / "draft")
     spec = SpecConfig("eagle", num_draft_tokens=4, options={"top_k": 1}) if head else SpecConfig()
     config = EngineConfig(cache=CacheConfig(format="fp32"), spec=spec)
@@ -94,7 +89,7 @@ def engine(target: Path, head: Path | None) -> Engine:
     return assemble(config, pair.tokenizer, 128, pair.target, models)
 
 
-def test_it_is_accepted_as_often(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_it_is_accepted_as_often(models, tmp_path):
     """The unrotated head is accepted less with the rotated target, whose hidden states it does not know."""
     target, turned = models
     head = knowing_head(tmp_path / "head", target, "eagle3", draft_vocab_size=290)
@@ -111,14 +106,12 @@ def test_it_is_accepted_as_often(models: tuple[Path, Path], tmp_path: Path) -> N
     assert accepted["as it was"] < 0.7 * accepted["before"]
 
 
-def test_a_head_for_another_rotation_is_told(
-    models: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_for_another_rotation_is_told(models, tmp_path, caplog):
     target, turned = models
     head = made(tmp_path / "head", "reduced")
     own = turn_head(head, turned, tmp_path / "out")
 
-    def built(model: Path, draft: Path) -> str:
+    def built(model, draft):
         caplog.clear()
         build_engine(str(model), EngineConfig(spec=SpecConfig("eagle", str(draft))))
         return caplog.text
@@ -129,7 +122,7 @@ def test_a_head_for_another_rotation_is_told(
         built(target, own)
 
 
-def test_what_cannot_be_turned(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_turned(models, tmp_path, capsys):
     target, turned = models
     head = made(tmp_path / "head", "reduced")
     with pytest.raises(ConfigError, match="no checkpoint of method rotate"):
@@ -148,7 +141,7 @@ def test_what_cannot_be_turned(models: tuple[Path, Path], tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
-def test_by_its_command(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_its_command(models, tmp_path, capsys):
     head = made(tmp_path / "head", "reduced")
     asked = ["quantize", str(head), "--head-for", str(models[1]), "-o", str(tmp_path / "out"), "--json"]
     assert main(asked) == 0

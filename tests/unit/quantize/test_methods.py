@@ -1,25 +1,19 @@
 """Quantizers: GPTQ is the paper's, outliers are rotated or scaled away, and bits go where they count."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from fixtures_formats import as_stored, read_weight, write_weight
-from fixtures_models import Stored
 from fixtures_ops import randn
 from fixtures_quantize import SMALL, correlated, source_of, stats_of, tokens, walk_of
-from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig
-from sameseed.quantize import Stats, decoded, parse_method
+from sameseed.quantize import decoded, parse_method
 from sameseed.quantize._budget import STEPS, Sensitivity, assign, recommend
 from sameseed.quantize._decoder import GATE, INPUT_NORM, POST_NORM, STAGES, K as K_PROJ, Q, read_block
 from sameseed.quantize._grid import CodeGrid, clip
@@ -31,11 +25,11 @@ pytestmark = pytest.mark.bits
 K = 128
 
 
-def gptq(weight: Tensor, scheme: str, stats: Stats, **options: object) -> Tensor:
+def gptq(weight, scheme, stats, **options):
     return decoded(parse_method("gptq", options).quantize(weight, QuantScheme.parse(scheme), stats))
 
 
-def textbook(weight: Tensor, hessian: Tensor, grid: CodeGrid, group: int, damping: float) -> Tensor:
+def textbook(weight, hessian, grid, group, damping):
     """Optimal brain quantization in a fixed order: each column inverts the remaining Hessian anew."""
     work, hessian = weight.double(), hessian.double()
     hessian = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
@@ -49,7 +43,7 @@ def textbook(weight: Tensor, hessian: Tensor, grid: CodeGrid, group: int, dampin
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16-g32", "w4a8-qoq", "fp8", "w8a8n"])
-def test_it_is_the_paper_s_method(scheme: str) -> None:
+def test_it_is_the_paper_s_method(scheme):
     weight, stats = randn(24, K), stats_of(correlated(500, K))
     q = QuantScheme.parse(scheme).encode(weight)
     expected = textbook(weight, stats.hessian, CodeGrid(q), q.group, 0.01)
@@ -62,7 +56,7 @@ def test_it_is_the_paper_s_method(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g64-asym", "nf4", "w8a16"])
-def test_blocks_do_not_matter(scheme: str) -> None:
+def test_blocks_do_not_matter(scheme):
     weight, stats = randn(16, K, seed=1), stats_of(correlated(500, K))
     whole = gptq(weight, scheme, stats, block=K)
     for block in (16, 48, 100):  # groups end inside blocks, and blocks end inside groups
@@ -72,7 +66,7 @@ def test_blocks_do_not_matter(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-b128", "nf4-dq"])
-def test_rows_that_share_something_are_kept_together(scheme: str, tmp_path: Path) -> None:
+def test_rows_that_share_something_are_kept_together(scheme, tmp_path):
     # Inputs are nearly uncorrelated: about half the rows gain nothing.
     weight, stats = randn(256, 2 * K, seed=3), stats_of(randn(4000, 2 * K, seed=9))
     chosen = QuantScheme.parse(scheme)
@@ -85,7 +79,7 @@ def test_rows_that_share_something_are_kept_together(scheme: str, tmp_path: Path
     assert all(f.sum() <= r.sum() for f, r in zip(found.split(size), rounded.split(size), strict=True))
 
 
-def test_act_order_helps_where_few_channels_are_large() -> None:
+def test_act_order_helps_where_few_channels_are_large():
     x = correlated(800, K)
     x[:, -8:] *= 20  # in plain order, no column after these can make up for their errors
     weight, stats = randn(32, K, seed=2), stats_of(x)
@@ -93,7 +87,7 @@ def test_act_order_helps_where_few_channels_are_large() -> None:
     assert stats.error(weight, ordered).sum() < 0.9 * stats.error(weight, plain).sum()
 
 
-def test_clipping_lessens_the_error_of_a_lone_outlier() -> None:
+def test_clipping_lessens_the_error_of_a_lone_outlier():
     weight, stats = randn(16, K, seed=3), stats_of(randn(500, K))
     weight[:, 5] = 9.0
     stats.hessian[5] = stats.hessian[:, 5] = 0.0  # this input is always zero
@@ -102,14 +96,14 @@ def test_clipping_lessens_the_error_of_a_lone_outlier() -> None:
     assert stats.error(weight, decoded(cut)).sum() < 0.8 * stats.error(weight, decoded(plain)).sum()
 
 
-def test_inputs_that_never_vary_are_survived() -> None:
+def test_inputs_that_never_vary_are_survived():
     x = torch.zeros(40, K)
     x[:, :3] = 1.0  # rank one, most channels dead
     for inputs in (x, torch.zeros(40, K)):
         assert gptq(randn(8, K), "w4a16-g32", stats_of(inputs)).isfinite().all()
 
 
-def test_a_format_without_codes_of_its_own_is_refused() -> None:
+def test_a_format_without_codes_of_its_own_is_refused():
     with pytest.raises(ConfigError, match="cannot be rounded column by column"):
         CodeGrid(QuantScheme.parse("bf16").encode(randn(4, 32)))
     assert gptq(randn(4, 32), "bf16", stats_of(randn(9, 32))).shape == (4, 32), "a dense weight is as it is"
@@ -119,7 +113,7 @@ WIDTH, PLANTED = 128, 17
 SETTINGS = {"hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
 
 
-def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
+def planted(compensated):
     """A layer whose norms enlarge one channel; compensated: the weights that read it are smaller by the same factor."""
     config, source = source_of("llama2", **SETTINGS, num_key_value_heads=8)
     for norm, stage in ((INPUT_NORM, "qkv"), (POST_NORM, "gate_up")):
@@ -131,7 +125,7 @@ def planted(compensated: bool) -> tuple[ModelConfig, Stored]:
 
 
 @cache
-def output_error(method: str, scheme: str, compensated: bool) -> float:
+def output_error(method, scheme, compensated):
     """The relative error of the outputs of q, k and gate, from the layer's own inputs."""
     config, source = planted(compensated)
     ids = tokens(config, rows=8, length=32)
@@ -153,27 +147,20 @@ def output_error(method: str, scheme: str, compensated: bool) -> float:
 
 # method, scheme, whether the weights compensate the outlier, factor by which the error is below rounding's.
 FACTORS = [
-    ("smooth", "w8a8", True, 12.0),
-    ("rotate", "w8a8", True, 12.0),
-    ("awq", "w8a8", True, 12.0),
-    ("smooth+gptq", "w8a8", True, 12.0),
-    ("rotate+gptq", "w8a8", True, 12.0),
-    ("gptq", "w4a16", False, 2.5),
-    ("awq", "w4a16", False, 1.8),
-    ("rotate", "w4a16", False, 1.8),
-    ("awq+gptq", "w4a16", False, 2.0),
-    ("rotate", "w4a8-qoq", True, 1.6),
-    ("rotate+gptq", "w4a8-qoq", True, 2.0),
-]
+    ("smooth", "w8a8", True, 12.0), ("rotate", "w8a8", True, 12.0), ("awq", "w8a8", True, 12.0),
+    ("smooth+gptq", "w8a8", True, 12.0), ("rotate+gptq", "w8a8", True, 12.0), ("gptq", "w4a16", False, 2.5),
+    ("awq", "w4a16", False, 1.8), ("rotate", "w4a16", False, 1.8), ("awq+gptq", "w4a16", False, 2.0),
+    ("rotate", "w4a8-qoq", True, 1.6), ("rotate+gptq", "w4a8-qoq", True, 2.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "scheme", "compensated", "factor"), FACTORS)
-def test_an_outlier_method_beats_rounding(method: str, scheme: str, compensated: bool, factor: float) -> None:
+def test_an_outlier_method_beats_rounding(method, scheme, compensated, factor):
     plain, found = output_error("rtn", scheme, compensated), output_error(method, scheme, compensated)
     assert found * factor < plain, f"{method} {found:.4f}, rtn {plain:.4f}: {plain / found:.2f} times"
 
 
-def test_smooth_with_alpha_0_makes_all_columns_as_large() -> None:
+def test_smooth_with_alpha_0_makes_all_columns_as_large():
     config, source = source_of(**SMALL)
     block = walk_of(config, source, "smooth", "w8a8", tokens(config), {"alpha": 0.0}).prepared(0)
     largest = torch.cat([block.linears[name].weight for name in STAGES["qkv"]]).abs().amax(0)
@@ -183,7 +170,7 @@ def test_smooth_with_alpha_0_makes_all_columns_as_large() -> None:
 CANDIDATES = [("w4a16-g128", 4.125), ("w4a16-g32", 4.5), ("w8a16", 8.1), ("bf16", 16.0)]
 
 
-def units(seed: int, count: int = 5) -> list[Sensitivity]:
+def units(seed, count=5):
     rng = random.Random(seed)
     found = []
     for u in range(count):
@@ -194,9 +181,9 @@ def units(seed: int, count: int = 5) -> list[Sensitivity]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("budget", [4.125, 4.4, 5.0, 7.5, 16.0])
-def test_the_choice_is_the_best_of_all(seed: int, budget: float) -> None:
+def test_the_choice_is_the_best_of_all(seed, budget):
     rows = units(seed)
     found = assign(rows, budget)
     assert found.bits <= budget * (1 + 1e-9)
@@ -213,12 +200,12 @@ def test_the_choice_is_the_best_of_all(seed: int, budget: float) -> None:
     assert {glob: str(s) for glob, s in found.rules} == {m: r.scheme for r in found.chosen.values() for m in r.modules}
 
 
-def test_too_small_a_budget() -> None:
+def test_too_small_a_budget():
     with pytest.raises(ConfigError, match=r"below the smallest candidates' 4\.125"):
         assign(units(0), 4.0)
 
 
-def test_advice() -> None:
+def test_advice():
     rows = units(1)
     worst = Sensitivity("bad", ("bad.q",), "w4a16-g128", 4.125, 10, 50.0)
     modules = [{"module": "bad.q", "scheme": "w4a16-g128", "relative": 0.1, "num_weights": 10}]
@@ -227,7 +214,7 @@ def test_advice() -> None:
     assert advice[0].modules == ("bad.q",) and "of the loss in" in advice[0].reason
 
 
-def test_advice_by_errors_names_what_stands_out() -> None:
+def test_advice_by_errors_names_what_stands_out():
     modules = [{"module": f"m{i}", "scheme": "w4a16", "relative": 0.1, "num_weights": 100} for i in range(9)]
     modules.append({"module": "bad", "scheme": "w4a16", "relative": 0.4, "num_weights": 100})
     (advice,) = recommend({"modules": modules, "sensitivity": None})
@@ -236,7 +223,7 @@ def test_advice_by_errors_names_what_stands_out() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 20, 48, 96, 128, 3 * 64, 7 * 32])
-def test_rotations_are_orthogonal_and_spread(size: int) -> None:
+def test_rotations_are_orthogonal_and_spread(size):
     matrix = spread(torch.eye(size))
     assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5)
     assert matrix.abs().max() <= math.sqrt(2 / size) + 1e-6, "no entry stands out"
@@ -244,7 +231,7 @@ def test_rotations_are_orthogonal_and_spread(size: int) -> None:
         assert torch.allclose(matrix.abs(), torch.full_like(matrix, size**-0.5)), "Hadamard"
 
 
-def test_rows_and_columns_turn_alike() -> None:
+def test_rows_and_columns_turn_alike():
     x, weight = randn(5, 48), randn(48, 16, seed=1)
     assert torch.allclose(rotate_rows(x, 3) @ rotate_columns(weight, 3), x @ weight, atol=1e-4)
     spike = torch.zeros(1, 96)

@@ -1,19 +1,14 @@
 """A whole run: the checkpoint it writes, resuming after an interruption, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import weakref
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
 from fixtures_models import all_logits, oracle_logits, prompt
 from fixtures_quantize import SMALL, write_text
-from lawkit import write_model
+from lawkit import write_model, write_tokenizer
 from safetensors.torch import load_file
 
 from sameseed import ops
@@ -21,41 +16,43 @@ from sameseed.errors import ConfigError, ModelSaveError, SameseedError
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.loader import load_model, read_config
 from sameseed.quantize import _work
+from sameseed.quantize._calibrate import pack, read_calibration
 from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import FILE, Progress, quantize
+from sameseed.quantize._run import FILE, quantize
 from sameseed.store import replacing
+from sameseed.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "model"
     write_model(folder, **SMALL)
     return folder
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
 
 
 @pytest.fixture
-def plan(model: Path, text: Path, tmp_path: Path) -> QuantizePlan:
+def plan(model, text, tmp_path):
     return QuantizePlan(str(model), tmp_path / "out", "w4a16-g32", "gptq", text, samples=6, length=32)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def same(a: Path, b: Path) -> bool:
+def same(a, b):
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(first[n].equal(second[n]) for n in first)
 
 
-def interrupted(plan: QuantizePlan) -> None:
+def interrupted(plan):
     """Interrupts a run after its first layer."""
 
-    def report(p: Progress) -> None:
+    def report(p):
         if p.stage == "layers":
             raise KeyboardInterrupt
 
@@ -64,8 +61,8 @@ def interrupted(plan: QuantizePlan) -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smooth", "rotate", "rotate+gptq", "smooth+gptq", "awq+gptq"])
-def test_what_is_written_loads_and_says_what_was_lost(plan: QuantizePlan, method: str) -> None:
-    seen: list[Progress] = []
+def test_what_is_written_loads_and_says_what_was_lost(plan, method):
+    seen = []
     result = quantize(replace(plan, method=method), seen.append)
     config = read_config(result.folder)
     model = load_model(result.folder, ops.resolve("reference"))
@@ -80,7 +77,7 @@ def test_what_is_written_loads_and_says_what_was_lost(plan: QuantizePlan, method
     assert not list(plan.out.parent.glob("*.partial"))
 
 
-def test_rules_name_head_and_layers(plan: QuantizePlan) -> None:
+def test_rules_name_head_and_layers(plan):
     scheme = "w4a16-g32,lm_head=w8a16,model.layers.1.mlp.*=bf16,*.v_proj=fp8"
     result = quantize(replace(plan, scheme=scheme, method="gptq"))
     schemes = {m["module"]: m["scheme"] for m in result.quantization["modules"]}
@@ -95,7 +92,7 @@ def test_rules_name_head_and_layers(plan: QuantizePlan) -> None:
 
 @pytest.mark.parametrize("method", ["rtn", "rotate"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_rule_keeps_embedding_or_head_dense(plan: QuantizePlan, tmp_path: Path, method: str, tied: bool) -> None:
+def test_a_rule_keeps_embedding_or_head_dense(plan, tmp_path, method, tied):
     write_model(tmp_path / "model", **SMALL, tie_word_embeddings=tied)
     scheme = "w4a16-g32,lm_head=bf16,model.embed_tokens=fp16"
     result = quantize(replace(plan, model=str(tmp_path / "model"), scheme=scheme, method=method))
@@ -121,7 +118,7 @@ def test_a_rule_keeps_embedding_or_head_dense(plan: QuantizePlan, tmp_path: Path
         ("rtn", "w8a8,model.embed_tokens=w8a16", ("int8", None)),
     ],
 )
-def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str, scheme: str, formats: tuple) -> None:
+def test_tied_embeddings(plan, tmp_path, method, scheme, formats):
     write_model(tmp_path / "tied", **SMALL, tie_word_embeddings=True)
     result = quantize(replace(plan, model=str(tmp_path / "tied"), scheme=scheme, method=method))
     model = load_model(result.folder, ops.resolve("reference"))
@@ -129,7 +126,7 @@ def test_tied_embeddings(plan: QuantizePlan, tmp_path: Path, method: str, scheme
     assert (model.weights.embedding.format, head) == formats
 
 
-def test_a_tied_head_in_other_bits_opens_in_transformers(plan: QuantizePlan, tmp_path: Path) -> None:
+def test_a_tied_head_in_other_bits_opens_in_transformers(plan, tmp_path):
     pytest.importorskip("compressed_tensors")
     settings = {**SMALL, "tie_word_embeddings": True, "model_type": "llama"}
     write_model(tmp_path / "tied", **settings)
@@ -143,7 +140,7 @@ BUDGET = {"budget": 7.0, "candidates": ("w4a16-g32", "w8a16"), "samples": 8}
 
 
 @pytest.mark.parametrize("change", [{}, {"method": "rotate+awq"}, BUDGET], ids=str)
-def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, change: dict[str, object]) -> None:
+def test_a_resumed_run_gives_the_same_bits(plan, change):
     plan = replace(plan, **{"scheme": "w4a8-g32,lm_head=w8a8", **change})
     whole = quantize(replace(plan, out=plan.out.with_name("whole")))
     interrupted(plan)
@@ -155,7 +152,7 @@ def test_a_resumed_run_gives_the_same_bits(plan: QuantizePlan, change: dict[str,
     assert whole.quantization == resumed.quantization
 
 
-def test_resuming_another_run_is_refused(plan: QuantizePlan, tmp_path: Path) -> None:
+def test_resuming_another_run_is_refused(plan, tmp_path):
     interrupted(plan)
     write_model(tmp_path / "other", seed=9, **SMALL)
     changes = {"scheme": "w8a8", "method": "awq", "seed": 1, "samples": 5, "length": 16, "options": {"clip": False}}
@@ -165,7 +162,7 @@ def test_resuming_another_run_is_refused(plan: QuantizePlan, tmp_path: Path) -> 
     quantize(replace(plan, overwrite=True, scheme="w8a8"))  # starts again
 
 
-def test_a_damaged_layer_file_is_named(plan: QuantizePlan) -> None:
+def test_a_damaged_layer_file_is_named(plan):
     interrupted(plan)
     file = plan.out.with_name("out.partial") / "layer-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
@@ -173,8 +170,8 @@ def test_a_damaged_layer_file_is_named(plan: QuantizePlan) -> None:
         quantize(replace(plan, resume=True))
 
 
-def test_a_full_disk_says_how_to_go_on(plan: QuantizePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, mode: int = 0o666) -> AbstractContextManager[IO[bytes]]:
+def test_a_full_disk_says_how_to_go_on(plan, monkeypatch):
+    def full(path, mode=0o666):
         if path.name == "layer-00001.safetensors":
             raise OSError(28, "No space left on device")
         return replacing(path, mode)
@@ -188,14 +185,12 @@ def test_a_full_disk_says_how_to_go_on(plan: QuantizePlan, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("method", ["gptq", "rotate+awq"])
-def test_one_layer_is_in_memory_at_a_time(
-    plan: QuantizePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_one_layer_is_in_memory_at_a_time(plan, tmp_path, monkeypatch, method):
     write_model(tmp_path / "deep", **{**SMALL, "num_hidden_layers": 6})
-    alive: set[str] = set()
+    alive = set()
     most = 0
 
-    def watched(self: Checkpoint, name: str) -> torch.Tensor:
+    def watched(self, name):
         nonlocal most
         found = original(self, name)
         if ".layers." in name and found.dim() == 2:
@@ -216,7 +211,7 @@ def test_one_layer_is_in_memory_at_a_time(
 # --- budgets ---
 
 
-def test_a_budget_is_kept_and_spent(plan: QuantizePlan) -> None:
+def test_a_budget_is_kept_and_spent(plan):
     candidates = ("w4a16-g32", "w8a16", "bf16")
     plan = replace(plan, budget=6.0, candidates=candidates, samples=8)
     result = quantize(plan)
@@ -233,7 +228,7 @@ def test_a_budget_is_kept_and_spent(plan: QuantizePlan) -> None:
     load_model(result.folder, ops.resolve("reference"))
 
 
-def test_rules_count_in_the_budget(plan: QuantizePlan) -> None:
+def test_rules_count_in_the_budget(plan):
     rule = "w4a16,model.layers.0.mlp.down_proj=bf16"
     plan = replace(plan, scheme=rule, budget=7.0, candidates=("w4a16-g32", "w8a16"), samples=8)
     found = quantize(plan).quantization
@@ -252,30 +247,23 @@ BUDGETED = {"budget": 6.0, "candidates": ("w4a16-g32", "w8a16")}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scheme": "w4a61"}, "did you mean 'w4a16'"),
-        ({"method": "gptq+rotate"}, "rotate first"),
-        ({"method": "gptq+awq"}, "comes last"),
-        ({"scheme": "w4a16-g128"}, "divide"),
-        ({"scheme": "auto"}, "--scheme"),
-        ({"calibration": None}, "--calibration"),
-        ({"options": {"dampin": 1.0}}, "did you mean 'damping'"),
-        ({"options": {"damping": float("nan")}}, "damping"),
-        ({"seed": -1}, "seed"),
-        ({"model": "/nowhere/at/all"}, "no model"),
-        ({**BUDGETED, "scheme": "w4a16,*.q_proj=bf16"}, "alike"),
-        ({**BUDGETED, "budget": 3.0}, "raise"),
-        ({**BUDGETED, "candidates": ("w4a16-g32", "w4a16-g128")}, "divide"),
+        ({"scheme": "w4a61"}, "did you mean 'w4a16'"), ({"method": "gptq+rotate"}, "rotate first"),
+        ({"method": "gptq+awq"}, "comes last"), ({"scheme": "w4a16-g128"}, "divide"), ({"scheme": "auto"}, "--scheme"),
+        ({"calibration": None}, "--calibration"), ({"options": {"dampin": 1.0}}, "did you mean 'damping'"),
+        ({"options": {"damping": float("nan")}}, "damping"), ({"seed": -1}, "seed"),
+        ({"model": "/nowhere/at/all"}, "no model"), ({**BUDGETED, "scheme": "w4a16,*.q_proj=bf16"}, "alike"),
+        ({**BUDGETED, "budget": 3.0}, "raise"), ({**BUDGETED, "candidates": ("w4a16-g32", "w4a16-g128")}, "divide"),
         ({**BUDGETED, "candidates": ("bf16",)}, "--candidates"),
     ],
-)
-def test_bad_plans(plan: QuantizePlan, change: dict[str, object], words: str) -> None:
+)  # fmt: skip
+def test_bad_plans(plan, change, words):
     """Each is refused with its remedy before anything is computed."""
     with pytest.raises(SameseedError, match=words):
         quantize(replace(plan, **change), lambda progress: pytest.fail("refused too late"))
     assert not plan.out.exists()
 
 
-def test_a_destination_in_use(plan: QuantizePlan, model: Path) -> None:
+def test_a_destination_in_use(plan, model):
     quantize(replace(plan, method="rtn"))
     before = weights(plan.out)
     with pytest.raises(ConfigError, match="--overwrite"):
@@ -286,7 +274,7 @@ def test_a_destination_in_use(plan: QuantizePlan, model: Path) -> None:
         quantize(replace(plan, out=model, overwrite=True))
 
 
-def test_a_quantized_source_keeps_its_codes(plan: QuantizePlan, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quantized_source_keeps_its_codes(plan, caplog):
     quantize(replace(plan, method="rtn", scheme="w4a16-g32,model.embed_tokens=w8a16-g32"))
     again = quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("b"), scheme="auto,*.down_proj=w8a16"))
     assert "twice" in caplog.text, "the other matrices are rounded twice"
@@ -294,7 +282,7 @@ def test_a_quantized_source_keeps_its_codes(plan: QuantizePlan, caplog: pytest.L
     assert {n.split(".")[-2] for n, t in old.items() if n not in new or not t.equal(new[n])} == {"down_proj"}
 
 
-def test_a_folder_in_the_way(plan: QuantizePlan) -> None:
+def test_a_folder_in_the_way(plan):
     folder = plan.out.with_name("out.partial")
     folder.mkdir()
     (folder / "mine.txt").write_text("keep")
@@ -302,3 +290,72 @@ def test_a_folder_in_the_way(plan: QuantizePlan) -> None:
         with pytest.raises(ConfigError, match="move or delete"):
             quantize(replace(plan, **change))
     assert (folder / "mine.txt").exists()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Tokenizer.from_folder(folder)
+
+
+def write(path, *rows):
+    path.write_text("".join(f"{json.dumps(r)}\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def test_every_kind_of_line(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "the sum"}, {"role": "assistant", "content": "is a whole"}]
+    path = write(tmp_path / "a.jsonl", {"text": "the list is empty"}, {"prompt": "the loop"}, {"messages": messages})
+    found = read_calibration(path, tokenizer, 1, 8, seed=0)
+    assert found.rows.shape == (1, 8) and len(found.held_out) == 0
+    all_tokens = read_calibration(path, tokenizer, 99, 8, seed=0).rows.flatten().tolist()
+    text = tokenizer.decode(all_tokens)
+    assert "user: the loop" in text or "user: the sum" in text, "the chat template wrote it"
+
+
+def test_a_plain_text_file(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("the end of the list " * 50)
+    found = read_calibration(tmp_path / "a.txt", tokenizer, 4, 16, seed=0)
+    assert found.rows.shape == (4, 16)
+    assert found.source == "a.txt: 4 rows of 16 tokens"
+    ids = tokenizer.encode("the end of the list " * 50)
+    assert found.rows[0].tolist() == ids[:16]
+    assert found.rows[1].tolist() == ids[16:32]
+
+
+def test_later_pieces_open_with_the_begin_token():
+    documents = [[1, *range(10, 30)], [1, 40, 41]]
+    assert pack(documents, 8, 9, [1]) == [
+        [1, 10, 11, 12, 13, 14, 15, 16],
+        [1, 17, 18, 19, 20, 21, 22, 23],
+        [1, 24, 25, 26, 27, 28, 29, 1],
+    ]
+
+
+def test_rows_follow_the_seed_and_held_out_rows_are_others(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", *({"text": f"the list number {i} is empty, return {i * 7}"} for i in range(60)))
+    first, again, other = (read_calibration(path, tokenizer, 6, 16, seed=s, held_out=2) for s in (1, 1, 2))
+    assert first.rows.equal(again.rows) and not first.rows.equal(other.rows)
+    assert first.held_out.shape == (2, 16) and first.rows.shape == (6, 16)
+    assert not any(row.equal(kept) for row in first.rows for kept in first.held_out)
+
+
+def test_a_short_text_gives_what_it_has(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"text": "the list"})
+    assert read_calibration(path, tokenizer, 128, 512, seed=0).rows.tolist() == [tokenizer.encode("the list")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b"\n \n", "give lines"), ("a.jsonl", b'{"text": "fine"}\n{"txt": "not"}\n', "a.jsonl:2"),
+        ("a.jsonl", b'{"text": "open\n', "a.jsonl:1"), ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "a.jsonl:1"),
+        ("a.parquet", b"x", ".jsonl or a .txt"), ("a.txt", b"\xff\xfe\x00", "UTF-8"), ("missing.jsonl", None, "give"),
+    ],
+)  # fmt: skip
+def test_bad_files(tmp_path, tokenizer, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_calibration(tmp_path / name, tokenizer, 4, 16, seed=0)

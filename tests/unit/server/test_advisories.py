@@ -1,17 +1,13 @@
 """Advisories of other engines as tests, where no other test covers them; docs/guides/security.md lists all."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import random
 import threading
 import time
-from typing import Any
 
 import pytest
 from fixtures_server import visiting
-from lawkit import Pair
 
 from sameseed.server import config as configs, frames, helper
 from sameseed.server.app import create_app
@@ -22,7 +18,7 @@ from sameseed.server.frames import Render
 from sameseed.server.text import INLINE, TextCodec
 
 
-async def test_a_clock_that_jumps_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_jumps_ends_nothing(monkeypatch):
     rng = random.Random(0)
     monkeypatch.setattr(time, "time", lambda: rng.choice([0.0, 4e9, 1.7e9]))
     app, service = create_app(EngineClient("x", {}), ServerConfig())
@@ -33,8 +29,8 @@ async def test_a_clock_that_jumps_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert service.gate.num_inside == 0
 
 
-def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[tuple[bytes, bytes]] = []
+def test_every_key_is_compared_whatever_matches(monkeypatch):
+    compared = []
     real = hmac.compare_digest
     monkeypatch.setattr(configs.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
     keys = Keys(("first-key-1", "second-key-2", "third-key-33"))
@@ -44,12 +40,12 @@ def test_every_key_is_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch)
         assert len(compared) == 3 and all(len(a) == len(b) == 32 for a, b in compared), "digests of one length"
 
 
-async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_are_cut_up_elsewhere(pair, monkeypatch):
     """Tokenizing and templating one request must not block the event loop for the others."""
     text = TextCodec(pair.tokenizer.as_files(), 304, 256)
-    threads: list[str] = []
+    threads = []
 
-    def noted(name: str) -> Any:
+    def noted(name):
         real = getattr(text.tokenizer, name)
         return lambda *a, **k: (threads.append(threading.current_thread().name), real(*a, **k))[1]
 
@@ -57,7 +53,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
         monkeypatch.setattr(text.tokenizer, name, noted(name))
     beats = 0
 
-    async def beat() -> None:
+    async def beat():
         nonlocal beats
         while True:
             beats += 1
@@ -71,8 +67,8 @@ async def test_long_texts_are_cut_up_elsewhere(pair: Pair, monkeypatch: pytest.M
     assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
 
 
-async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> None:
-    def short() -> tuple[int, Any]:
+async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request():
+    def short():
         raise OSError(24, "Too many open files")
 
     made = helper.Helper(lambda: frames.Setup(False, {}, 8, []), 1.0, 8, short)
@@ -83,15 +79,15 @@ async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request() -> N
     await made.close()
 
 
-def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch):
     """Templates and grammars run in a process whose environment holds only what Python needs."""
-    started: list[dict[str, str]] = []
+    started = []
     monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env, **more: started.append(env) or 1)
     secret = {"SAMESEED_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     for program in ("aside", "worker"):
-        helper.process.spawn(program)[1].close()  # type: ignore[arg-type]
+        helper.process.spawn(program)[1].close()
     aside, worker = started
     assert not secret.keys() - {"LC_ALL"} & aside.keys() and aside["LC_ALL"] == "C.UTF-8" and aside["PYTHONPATH"]
     assert "SAMESEED_API_KEY" not in worker and worker["HF_TOKEN"] == "t", "who loads models may need it"

@@ -1,27 +1,22 @@
 """The server's end of the engine process, with a stand-in for that process that dies, hangs or sends nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools
 import json
 import logging
 import select
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvicorn
 from fixtures_server import pretender, until
-from lawkit import Pair
 
 from sameseed.request import SamplingParams
 from sameseed.server import connection, frames, logs, process, run
-from sameseed.server.client import EngineClient, Stream
+from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
 
@@ -50,7 +45,7 @@ Start = Callable[..., EngineClient]
 
 
 @pytest.fixture
-def start(pair: Pair, tmp_path: Path) -> Start:
+def start(pair, tmp_path):
     """Makes clients of stand-ins with a given behaviour."""
     ready = tmp_path / "ready"
     ready.write_bytes(frames.pack(frames.EngineReady(pair.tokenizer.as_files(), 304, 256, 4)))
@@ -59,12 +54,10 @@ def start(pair: Pair, tmp_path: Path) -> Start:
     script = tmp_path / "pretender.py"
     script.write_text(PRETENDER)
 
-    def make(
-        behaviour: str, failing: Callable[[int], OSError | None] = lambda start: None, **more: Any
-    ) -> EngineClient:
+    def make(behaviour, failing=lambda start: None, **more):
         pretended, starts = pretender(sys.executable, str(script), "FD", behaviour, str(ready)), itertools.count()
 
-        def spawn() -> tuple[int, socket.socket]:
+        def spawn():
             if (error := failing(next(starts))) is not None:
                 raise error
             return pretended()
@@ -76,12 +69,12 @@ def start(pair: Pair, tmp_path: Path) -> Start:
     return make
 
 
-def submit(client: EngineClient) -> Stream:
+def submit(client):
     asked = Add("r", [[1]], SamplingParams())
     return client.submit(asked, frames.pack(asked))
 
 
-async def read(stream: Stream) -> ApiError:
+async def read(stream):
     """The error that ends a stream."""
     with pytest.raises(ApiError) as caught:
         async for _ in stream.pieces():
@@ -89,8 +82,8 @@ async def read(stream: Stream) -> ApiError:
     return caught.value
 
 
-async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
-    said: list[str] = []
+async def test_a_process_that_keeps_dying_is_given_up(start):
+    said = []
     client = start("dies", max_restarts=2, on_failure=said.append)
     await asyncio.wait_for(client.wait_ready(), 20)
     error = await asyncio.wait_for(read(submit(client)), 20)
@@ -107,7 +100,7 @@ async def test_a_process_that_keeps_dying_is_given_up(start: Start) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "settings"), [("silent", {"_beat_timeout": 0.5}), ("stuck", {"_step_timeout": 1.0}), ("nonsense", {})]
 )
-async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, settings: dict[str, float]) -> None:
+async def test_a_process_that_hangs_is_ended(start, behaviour, settings):
     client = start(behaviour, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
     vars(client).update(settings)  # only now, since starting may take longer
@@ -119,11 +112,11 @@ async def test_a_process_that_hangs_is_ended(start: Start, behaviour: str, setti
     await client.close()
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> None:
+async def test_a_process_that_cannot_be_started_is_tried_again(start):
     """The engine dies while no file descriptor is available, which is temporary."""
-    states: list[str] = []
+    states = []
 
-    def short(start: int) -> OSError | None:
+    def short(start):
         if start:
             states.append(client.state)
         return OSError(24, "Too many open files") if 1 <= start < 5 else None
@@ -136,11 +129,11 @@ async def test_a_process_that_cannot_be_started_is_tried_again(start: Start) -> 
     await client.close()
 
 
-async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None:
+async def test_who_leaves_is_forgotten_and_the_engine_told(start):
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)
-    written: list[bytes] = []
-    client._write = written.append  # type: ignore[method-assign]
+    written = []
+    client._write = written.append
     stream = submit(client)
     stream.leave()
     stream.leave()
@@ -151,10 +144,10 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start: Start) -> None
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
 
 
-async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_requests_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(connection, "WAIT", 0.4)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         await asyncio.sleep(0.6)  # an answer may take longer than WAIT
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
@@ -174,12 +167,12 @@ async def test_half_requests_are_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     await serving
 
 
-def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_silences_the_log(monkeypatch, capsys):
     class Full:
-        def write(self, text: str) -> int:
+        def write(self, text):
             raise OSError(28, "No space left on device")
 
-        def flush(self) -> None:
+        def flush(self):
             raise OSError(28, "No space left on device")
 
     handler = logs._Handler(Full())
@@ -192,7 +185,7 @@ def test_a_full_disk_silences_the_log(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert line["message"] == "m 3" and line["request_id"] == "r\n1" and "\n" not in logs.JsonFormatter().format(record)
 
 
-async def test_the_engine_does_not_outlive_its_server() -> None:
+async def test_the_engine_does_not_outlive_its_server():
     """The real process exits when the other end of its socket is closed, however the server ended."""
     pid, ours = process.spawn("worker")
     try:

@@ -1,12 +1,8 @@
 """Connections: a request's length can be read in one way only, and half-closed clients get their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import uvicorn
@@ -23,11 +19,11 @@ BODY, CHUNKS = b"hello", b"5\r\nhello\r\n0\r\n\r\n"
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[tuple[Any, list[str]]]:
+async def address():
     """A server that answers "ok", on some paths late, and what became of its late requests."""
-    ends: list[str] = []
+    ends = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         while (message := await receive())["type"] == "http.request" and message["more_body"]:
             pass
         if (seconds := WAITS.get(scope["path"])) is not None:
@@ -47,7 +43,7 @@ async def address() -> AsyncIterator[tuple[Any, list[str]]]:
     await serving
 
 
-async def said(address: Any, sent: bytes, half_close: bool = True) -> bytes:
+async def said(address, sent, half_close=True):
     reader, writer = await asyncio.open_connection(*address)
     writer.write(sent)
     if half_close:
@@ -82,14 +78,14 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-async def test_what_can_be_read_in_several_ways_is_refused(address: Any, name: str) -> None:
+async def test_what_can_be_read_in_several_ways_is_refused(address, name):
     """One answer at most, and the connection ends: what follows is not taken for a request."""
     got = await said(address[0], UNCLEAR[name] + GET, half_close=False)
     assert got.startswith(b"HTTP/1.1 400") and got.count(b"HTTP/1.1 ") == 1 and b'"error"' in got
 
 
 @pytest.mark.parametrize("target", [b"http://h/slow", b"HTTP://user@h:80/slow?a=b", b"http://h?a=/slow"])
-async def test_a_whole_address_as_the_target(address: Any, target: bytes) -> None:
+async def test_a_whole_address_as_the_target(address, target):
     """As a client of a proxy sends it. A target without a path means the root."""
     got = await said(address[0], GET.replace(b" / ", b" " + target + b" "))
     assert b"HTTP/1.1 200" in got and address[1] == ["answered"] * (b"h?" not in target)
@@ -98,7 +94,7 @@ async def test_a_whole_address_as_the_target(address: Any, target: bytes) -> Non
 @pytest.mark.parametrize(
     "sent", [GET, POST + b"Content-Length: 5\r\n\r\n" + BODY, POST + CHUNKED + b"\r\n" + CHUNKS, GET + GET + GET]
 )
-async def test_who_closes_one_half_gets_all_answers(address: Any, sent: bytes) -> None:
+async def test_who_closes_one_half_gets_all_answers(address, sent):
     got = await said(address[0], sent)
     assert got.count(b"HTTP/1.1 200") == sent.count(b" / HTTP/1.1") and got.endswith(b"ok")
     slow = await said(address[0], sent.replace(b" / ", b" /slow ", 1))
@@ -108,7 +104,7 @@ async def test_who_closes_one_half_gets_all_answers(address: Any, sent: bytes) -
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("reset", [False, True])
-async def test_who_left_is_noticed(address: Any, version: bytes, reset: bool) -> None:
+async def test_who_left_is_noticed(address, version, reset):
     with socket.create_connection(address[0]) as left:
         left.sendall(GET.replace(b" / ", b" /long ").replace(b"1.1", version))
         if reset:

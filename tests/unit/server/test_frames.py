@@ -1,10 +1,7 @@
 """Frames between server and engine: decoded as sent, however the bytes are split; invalid frames are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import io
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +11,7 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
 from sameseed.server import frames
 
-UNPACKER: frames.Unpacker[frames.ToEngine] = frames.Unpacker(frames.ToEngine)
+UNPACKER = frames.Unpacker(frames.ToEngine)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
@@ -23,13 +20,13 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
     st.lists(st.tuples(TEXTS, st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9))), max_size=5),
     st.integers(1, 40),
 )
-def test_frames_survive_any_cut(values: list[tuple[str, list[list[int]]]], step: int) -> None:
+def test_frames_survive_any_cut(values, step):
     sent = [frames.Add(text, prompts, SamplingParams()) for text, prompts in values]
     data = b"".join(frames.pack(f) for f in sent)
     assert list(UNPACKER.each(io.BytesIO(data))) == sent
     assert list(UNPACKER.each(io.BytesIO(data + frames.pack(frames.Abort("x"))[:-1]))) == sent, "half a frame is none"
 
-    async def streamed() -> list[frames.ToEngine]:
+    async def streamed():
         stream, got = asyncio.StreamReader(), []
         for at in range(0, len(data), step):
             stream.feed_data(data[at : at + step])
@@ -45,26 +42,21 @@ def test_frames_survive_any_cut(values: list[tuple[str, list[list[int]]]], step:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"[]",
-        msgspec.msgpack.encode([]),
-        msgspec.msgpack.encode({}),
-        msgspec.msgpack.encode({"type": 12, "id": "x"}),
-        msgspec.msgpack.encode({"type": "Abort", "id": 3}),
+        b"", b"[]", msgspec.msgpack.encode([]), msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode({"type": 12, "id": "x"}), msgspec.msgpack.encode({"type": "Abort", "id": 3}),
         msgspec.msgpack.encode({"type": "Abort"}),
         msgspec.msgpack.encode({"type": "Failed", "message": "from the other side"}),
         msgspec.msgpack.encode({"type": "Add", "id": "x", "prompts": [["x"]], "params": {}}),
         msgspec.msgpack.encode({"type": "Add", "id": "x", "prompts": [], "params": {"top_p": 7}}),
-        msgspec.msgpack.encode({"type": "Abort", "id": "x"}) + b"1",
-        b"\x81\xa4type\xa1\xff",
+        msgspec.msgpack.encode({"type": "Abort", "id": "x"}) + b"1", b"\x81\xa4type\xa1\xff",
     ],
-)
-def test_no_frames(body: bytes) -> None:
+)  # fmt: skip
+def test_no_frames(body):
     with pytest.raises(frames.FrameError):
         list(UNPACKER.each(io.BytesIO(len(body).to_bytes(4, "little") + body)))
 
 
-def test_a_frame_beyond_all_bounds_is_neither_sent_nor_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_beyond_all_bounds_is_neither_sent_nor_taken(monkeypatch):
     monkeypatch.setattr(frames, "MAX_FRAME", 100)
     assert frames.pack(frames.Failed("x" * 50))
     with pytest.raises(frames.FrameError):
@@ -73,22 +65,22 @@ def test_a_frame_beyond_all_bounds_is_neither_sent_nor_taken(monkeypatch: pytest
         list(UNPACKER.each(io.BytesIO((101).to_bytes(4, "little"))))
 
 
-def test_numbers_that_json_has_not_are_not_sent() -> None:
+def test_numbers_that_json_has_not_are_not_sent():
     token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
     sent = frames.piece(Delta("r", 0, "t", (1,), ("ngram",), None, (token,)))
     assert sent.logprobs == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
 
 
-def through(frame: frames.ToEngine | frames.FromEngine) -> Any:
+def through(frame):
     """A frame as the other side decodes it."""
     (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).each(io.BytesIO(frames.pack(frame)))
     return made
 
 
-def test_requests_survive() -> None:
-    numbers: dict[str, Any] = {"max_tokens": 7, "min_tokens": 2, "top_k": 4, "seed": 2**63 - 1, "n": 3, "logprobs": 0}
+def test_requests_survive():
+    numbers = {"max_tokens": 7, "min_tokens": 2, "top_k": 4, "seed": 2**63 - 1, "n": 3, "logprobs": 0}
     numbers |= {"temperature": 0.3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1.0}
-    lists: dict[str, Any] = {"logit_bias": {3: -1.5, 9: 2.0}, "stop": ("a", "ü"), "stop_token_ids": (4,)}
+    lists = {"logit_bias": {3: -1.5, 9: 2.0}, "stop": ("a", "ü"), "stop_token_ids": (4,)}
     lists |= {"allowed_token_ids": (1, 2), "banned_token_ids": (2,), "ignore_eos": True, "frequency_penalty": 0.5}
     for params in (SamplingParams(), SamplingParams(**numbers, **lists)):
         for own in (None, Speculation("off"), Speculation("fixed", 3), Speculation(None, 0)):
@@ -96,7 +88,7 @@ def test_requests_survive() -> None:
             assert through(sent) == sent
 
 
-def test_settings_survive() -> None:
+def test_settings_survive():
     nested = parse_draft("(ngram > a/b) + suffix")
     assert isinstance(nested, SpecConfig) and nested.below[0].below
     others = {"threads": 2, "policy": None, "draft_options": {"max_ngram": 4}, "kv_format": "auto"}

@@ -1,9 +1,9 @@
 """The gate, the keys and the settings: how much is admitted, from which tenant, and where the server may listen."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
+import json
+import logging
+import shlex
 
 import pytest
 
@@ -12,11 +12,12 @@ from sameseed.server import gate as gates
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.gate import Gate
+from sameseed.server.run import Runner, Served, greeting
 
 KEYS = ("alpha-key-1", "beta-key-22")
 
 
-async def test_a_full_gate_says_when_to_return() -> None:
+async def test_a_full_gate_says_when_to_return():
     gate = Gate(max_queue=3)
     gate.max_running = 2
     inside = [gate.enter("", 2, 10), gate.enter("", 3, 10)]
@@ -34,7 +35,7 @@ async def test_a_full_gate_says_when_to_return() -> None:
     assert caught.value.status == 400, "it would never fit"
 
 
-async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_prompts_count(monkeypatch):
     monkeypatch.setattr(gates, "MAX_TEXT", 100)
     gate = Gate(max_queue=100)
     with gate.enter("", 1, 90), pytest.raises(ApiError, match="too much text"):
@@ -50,7 +51,7 @@ async def test_large_prompts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.enter("", 1, 1000).close()
 
 
-async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch):
     monkeypatch.setattr(gates, "MAX_TEXT", 80)
     gate = Gate(max_queue=14, num_tenants=3)
     gate.max_running = 2
@@ -75,7 +76,7 @@ async def test_a_full_queue_has_room_for_who_has_nothing_inside(monkeypatch: pyt
         ticket.close()
 
 
-async def test_a_closed_gate() -> None:
+async def test_a_closed_gate():
     gate = Gate(max_queue=3)
     ticket = gate.enter("", 1, 1)
     gate.closed = "good night"
@@ -90,7 +91,7 @@ async def test_a_closed_gate() -> None:
     assert gate.num_inside == gate.size_inside == 0
 
 
-async def test_keys() -> None:
+async def test_keys():
     keys = Keys(KEYS)
     assert len({keys.tenant(k.encode()) for k in KEYS}) == len(Keys((*KEYS, *KEYS))) == 2
     assert None not in {keys.tenant(k.encode()) for k in KEYS}
@@ -103,7 +104,7 @@ async def test_keys() -> None:
             Keys((bad,))
 
 
-async def test_keys_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_from_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESEED_API_KEY", "from-the-env, another-one")
     path = tmp_path / "keys"
     path.write_text("# ours\nfrom-the-file\n\n  padded-key  \n")
@@ -120,19 +121,63 @@ async def test_keys_from_a_file_and_the_environment(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-async def test_other_machines_need_a_key(host: str) -> None:
+async def test_other_machines_need_a_key(host):
     with pytest.raises(ConfigError, match="no API key"):
         ServerConfig(host=host)
     assert not ServerConfig(host=host, keys=Keys(KEYS)).loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-async def test_this_machine_needs_none(host: str) -> None:
+async def test_this_machine_needs_none(host):
     assert ServerConfig(host=host).loopback
 
 
-async def test_bad_settings() -> None:
+async def test_bad_settings():
     bad = ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"reasoning_parser": "x"})
     for settings in bad:
         with pytest.raises(ConfigError):
-            ServerConfig(**settings)  # type: ignore[arg-type]
+            ServerConfig(**settings)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_curl_line_is_one_that_a_shell_takes(locked):
+    said = greeting("http://127.0.0.1:8000", "it's mine", "suffix", locked)
+    line = next(line for line in said.splitlines() if "curl" in line)
+    words = shlex.split(line.partition("try")[2])
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's mine"
+    assert ("Authorization: Bearer $SAMESEED_API_KEY" in words) is locked
+    assert "drafter: suffix" in said and "http://127.0.0.1:8000/\n" in said
+
+
+async def app(scope, receive, send):
+    """Never called."""
+
+
+async def test_keys_are_read_again(tmp_path, caplog):
+    """A file that is no good changes nothing, and neither does one that the engine in use does not allow."""
+    caplog.set_level(logging.INFO, "sameseed.server")
+    file = tmp_path / "keys"
+    file.write_text("first-key\n")
+    file.chmod(0o600)
+    keys = Keys.read(file)
+    client = None
+    made = Runner(lambda failed: Served(client, app, Gate(1)), ServerConfig(host="0.0.0.0", keys=keys))
+
+    def two(keys):
+        if len(keys) > 2:
+            raise ConfigError("two at most")
+
+    keys.restrict(two)
+    for text in ("", "short", "a-good-key\nother key", "key-1111\nkey-2222\nkey-3333"):
+        file.write_text(text)
+        made.reload()
+        assert len(keys) == 1 and keys.tenant(b"first-key")
+        assert "stay" in caplog.messages.pop()
+    file.write_text("second-key\nthird-key")
+    made.reload()
+    assert keys.tenant(b"first-key") is None and keys.tenant(b"second-key") and len(keys) == 2
+    assert "reloaded" in caplog.messages and "-key" not in caplog.text
+    file.chmod(0o644)
+    made.reload()
+    assert "chmod 600" in caplog.text

@@ -8,15 +8,13 @@ import random
 import re
 import signal
 import sys
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from fixtures_server import pretender
-from lawkit import EOS, MODEL_VOCAB, Pair
+from lawkit import EOS, MODEL_VOCAB
 
-from sameseed.grammar import Vocabulary
 from sameseed.grammar.matching import Matching
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
@@ -36,10 +34,10 @@ from sameseed.server.worker import GrammarStore
 class Pretended:
     """A helper whose grammars are as long as their sources say; it can be made to die."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[str] = []
 
-    async def ask(self, frame: frames.Compile, name: str, size: int) -> str:
+    async def ask(self, frame, name, size):
         self.asked.append(frame.source)
         if frame.source == "bad":
             raise bad_request("bad", name)
@@ -48,9 +46,9 @@ class Pretended:
         return "x" * int(frame.source)
 
 
-async def test_bounded_by_bytes() -> None:
+async def test_bounded_by_bytes():
     helper, forgotten = Pretended(), []
-    grammars = Grammars(helper, forgotten.append, max_bytes=350)  # type: ignore[arg-type]
+    grammars = Grammars(helper, forgotten.append, max_bytes=350)
     first = await grammars.compiled(GrammarSource("regex", "40", "f"))
     second = await grammars.compiled(GrammarSource("regex", "41", "f"))
     assert await grammars.compiled(GrammarSource("regex", "40", "other field")) == first
@@ -62,9 +60,9 @@ async def test_bounded_by_bytes() -> None:
     assert GrammarSource("json", "40", "f").key != GrammarSource("regex", "40", "f").key
 
 
-async def test_refusals_are_remembered_and_bounded() -> None:
+async def test_refusals_are_remembered_and_bounded():
     helper = Pretended()
-    grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
+    grammars = Grammars(helper, lambda key: None)
     for name in ("tools", "structured_outputs.regex"):
         with pytest.raises(ApiError) as caught:
             await grammars.compiled(GrammarSource("regex", "bad", name))
@@ -82,20 +80,20 @@ async def test_refusals_are_remembered_and_bounded() -> None:
     assert len(grammars._refused) <= MAX_REFUSALS + 6
 
 
-async def test_who_asks_meanwhile_waits_for_the_same() -> None:
+async def test_who_asks_meanwhile_waits_for_the_same():
     """A schema sent by many clients is compiled once, also if one of them leaves; each error names its own field."""
     go = asyncio.Event()
 
     class Slow(Pretended):
-        async def ask(self, frame: frames.Compile, name: str, size: int) -> str:
+        async def ask(self, frame, name, size):
             await go.wait()
             return await super().ask(frame, name, size)
 
     helper = Slow()
-    grammars = Grammars(helper, lambda key: None)  # type: ignore[arg-type]
+    grammars = Grammars(helper, lambda key: None)
 
-    def ask(source: str, field: str) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(grammars.compiled(GrammarSource("regex", source, field)))  # type: ignore[return-value]
+    def ask(source, field):
+        return asyncio.ensure_future(grammars.compiled(GrammarSource("regex", source, field)))
 
     good, bad = [ask("40", f"f{i}") for i in range(40)], [ask("bad", f"f{i}") for i in range(3)]
     await asyncio.sleep(0)
@@ -123,7 +121,7 @@ os.kill(os.getpid(), int(sys.argv[3]))
     ("number", "expected", "status"),
     [(signal.SIGPROF, True, 400), (signal.SIGKILL, False, 503), (signal.SIGSTOP, False, 503), (0, None, 503)],
 )
-async def test_too_much_work_is_told_from_a_death(number: int, expected: bool | None, status: int) -> None:
+async def test_too_much_work_is_told_from_a_death(number, expected, status):
     """A process that exceeds its own limit dies by a signal of its own; any other death may be the machine's fault."""
     answer = frames.pack(frames.HelperResult("")).hex()
     spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
@@ -140,19 +138,19 @@ async def test_too_much_work_is_told_from_a_death(number: int, expected: bool | 
 
 
 @pytest.fixture(scope="module")
-def words(pair: Pair) -> Matching:
+def words(pair):
     return Matching(vocabulary(pair.tokenizer, MODEL_VOCAB, [EOS]))
 
 
-def asked(grammar: str | None, choice: list[str] | None = None) -> frames.Add:
+def asked(grammar, choice=None):
     return frames.Add("1", [[1]], SamplingParams(), choice=choice, grammar=grammar)
 
 
-def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
+def test_the_engine_loads_what_it_is_sent(words):
     """A grammar is that of its key when the request came; one that cannot be loaded fails only its request."""
     calls = []
 
-    def make() -> Vocabulary:
+    def make():
         calls.append(1)
         return words.vocabulary
 
@@ -163,7 +161,6 @@ def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
     store.take(frames.LoadGrammar("broken", "json {"))
     made = store.maker(asked("k"))
     store.take(frames.Forget("k"))
-    assert made is not None
     first, again = made(), made()
     assert first is not again and first.allowed((), ()).any()
     for key in ("k", "broken"):
@@ -174,10 +171,10 @@ def test_the_engine_loads_what_it_is_sent(words: Matching) -> None:
     assert choice is not None and choice().allowed((), ()).any() and len(calls) == 1
 
 
-def test_a_request_whose_grammar_cannot_be_made_is_refused_later() -> None:
+def test_a_request_whose_grammar_cannot_be_made_is_refused_later():
     """The reader of frames must not end with it: the request is refused when it is added."""
 
-    def broken() -> Vocabulary:
+    def broken():
         raise MemoryError
 
     store = GrammarStore(broken)
@@ -200,10 +197,10 @@ TOOLS = [
 ]
 
 
-def walk(words: Matching, source: GrammarSource, seed: int) -> str:
+def walk(words, source, seed):
     """A random text of a grammar, which ends where the grammar first allows it."""
     matched, rng = words.matched(words.language(words.compiled(source.kind, source.text))), random.Random(seed)
-    tokens: list[int] = []
+    tokens = []
     for _ in range(400):
         allowed = np.flatnonzero(matched.allowed(tokens, ()))
         if EOS in allowed:
@@ -214,17 +211,16 @@ def walk(words: Matching, source: GrammarSource, seed: int) -> str:
 
 @pytest.mark.parametrize("parser", FORMATS)
 @pytest.mark.parametrize("seed", range(4))
-def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) -> None:
+def test_compelled_calls_are_read_back(words, parser, seed):
     """The parser reads what the grammar of calls allows as calls, with arguments that match their schema."""
     asked = read(
         ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
     )
     source = asked.source(parser)
-    assert source is not None
     text = walk(words, source, seed)
     tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
     reader, rng, at, harmony = Parser(tools, FORMATS[parser]), random.Random(seed), 0, Harmony(None)
-    found: list[Any] = []
+    found = []
     while at < len(text):
         size = rng.randint(1, 9)
         piece = text[at : at + size]
@@ -242,22 +238,16 @@ def test_compelled_calls_are_read_back(words: Matching, parser: str, seed: int) 
         assert name == "stop" and isinstance(value, dict)
 
 
-PATTERNS: dict[str, list[str]] = {
-    "^https://": ["https://", "https://a", "http", " https://"],
-    "[0-9]+$": ["a1", "12", "1a", ""],
-    "^[ab]+$": ["ab", "abc", "cab"],
-    "b": ["abc", "b", "ac"],
-    "a|^b": ["xay", "bx", "xb", "x"],
-    "^(a|b)$": ["a", "b", "ab", "xa"],
-    "(?:^a|b$)": ["ax", "xb", "xa", "bx"],
-    "^a|b$|^$": ["ax", "xb", "", "xa"],
-    r"\^|[$]": ["x^y", "$", "x"],
-    "^(a)(b)$": ["ab", "a", "xab"],
-}
+PATTERNS = {
+    "^https://": ["https://", "https://a", "http", " https://"], "[0-9]+$": ["a1", "12", "1a", ""],
+    "^[ab]+$": ["ab", "abc", "cab"], "b": ["abc", "b", "ac"], "a|^b": ["xay", "bx", "xb", "x"],
+    "^(a|b)$": ["a", "b", "ab", "xa"], "(?:^a|b$)": ["ax", "xb", "xa", "bx"], "^a|b$|^$": ["ax", "xb", "", "xa"],
+    r"\^|[$]": ["x^y", "$", "x"], "^(a)(b)$": ["ab", "a", "xab"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_pattern_matches_a_part_of_the_text(words: Matching, pattern: str) -> None:
+def test_a_pattern_matches_a_part_of_the_text(words, pattern):
     """As JSON Schema says, and as `re.search` does."""
     for schema in ({"type": "string", "pattern": pattern}, {"type": "object", "propertyNames": {"pattern": pattern}}):
         source = schemas.check(schema, "response_format")
@@ -268,15 +258,14 @@ def test_a_pattern_matches_a_part_of_the_text(words: Matching, pattern: str) -> 
             assert matched.allowed(tokens, ())[EOS] == bool(re.search(pattern, text)), (text, source)
 
 
-def test_strict_calls_amid_free_text(words: Matching) -> None:
+def test_strict_calls_amid_free_text(words):
     """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
     asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
     source = asked.source("hermes")
-    assert source is not None
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
     pieces = words.vocabulary.pieces
 
-    def goes(text: str) -> bool:
+    def goes(text):
         tokens = [pieces.index(bytes([b])) for b in text.encode()]
         return bool(matched.allowed(tokens, ()).any())
 
@@ -287,14 +276,14 @@ def test_strict_calls_amid_free_text(words: Matching) -> None:
     )
 
 
-async def test_a_new_engine_gets_its_grammars_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_engine_gets_its_grammars_again(monkeypatch):
     """A grammar is sent once per engine, and what one side forgets, the other forgets too."""
     client, sent = EngineClient("x", {}), []
     monkeypatch.setattr(client, "_write", lambda data: sent.append(msgspec.msgpack.decode(data[4:])["type"]))
     client.state = "ready"
-    client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)  # type: ignore[arg-type]
+    client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)
 
-    async def submit(source: str) -> None:
+    async def submit(source):
         grammar = await client.grammars.compiled(GrammarSource("regex", source, "f"))
         asked = frames.Add("r", [[1]], SamplingParams(), grammar=grammar.key)
         client.submit(asked, frames.pack(asked), grammar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -22,36 +21,36 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 WRITING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-def visitor(config: ServerConfig) -> httpx.AsyncClient:
+def visitor(config):
     """A client of an application whose engine was never started."""
     app, _ = create_app(EngineClient("embedded", {}), config)
     return visiting(app)
 
 
 @pytest.fixture
-async def locked() -> AsyncIterator[httpx.AsyncClient]:
+async def locked():
     async with visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY, "another-key")))) as client:
         yield client
 
 
 @pytest.fixture
-async def open_() -> AsyncIterator[httpx.AsyncClient]:
+async def open_():
     async with visitor(ServerConfig()) as client:
         yield client
 
 
-def is_error(response: httpx.Response, status: int) -> dict[str, Any]:
+def is_error(response, status):
     """Check that the response is an error in OpenAI's shape; returns the error."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
-    error: dict[str, Any] = response.json()["error"]
+    error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"]
     assert not re.search(r"0x[0-9a-f]{4}|Traceback|\.py\b", response.text)
     return error
 
 
-async def test_every_route_but_health_wants_a_key() -> None:
+async def test_every_route_but_health_wants_a_key():
     """All routes, also one that is not in the OpenAPI document, unknown paths, and a connection that is not HTTP."""
     app: Any
     app, _ = create_app(EngineClient("x", {}), ServerConfig(host="0.0.0.0", keys=Keys((KEY,))))
@@ -74,9 +73,9 @@ async def test_every_route_but_health_wants_a_key() -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503  # not loaded yet: a probe needs no key to learn it
         assert (await client.get("/")).status_code == 200  # the playground: the same page on every server, without data
-    sent: list[Any] = []
+    sent = []
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     await app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, send)
@@ -84,11 +83,11 @@ async def test_every_route_but_health_wants_a_key() -> None:
 
 
 @pytest.mark.parametrize("host", ["x/health?", "localhost/health#", "x", "a@b:1/health"])
-async def test_the_host_header_opens_nothing(locked: httpx.AsyncClient, host: str) -> None:
+async def test_the_host_header_opens_nothing(locked, host):
     is_error(await locked.get("/v1/models", headers={"host": host}), 401)
 
 
-async def test_keys_are_in_no_answer_and_no_log(locked: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_in_no_answer_and_no_log(locked, caplog):
     caplog.set_level("DEBUG")
     for key in (KEY, "a-wrong-key-here"):
         response = await locked.post("/v1/completions", headers={"authorization": f"Bearer {key}"}, json={"prompt": 1})
@@ -96,7 +95,7 @@ async def test_keys_are_in_no_answer_and_no_log(locked: httpx.AsyncClient, caplo
     assert KEY not in caplog.text and "a-wrong-key-here" not in caplog.text
 
 
-async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient) -> None:
+async def test_other_names_of_this_machine_are_refused(open_):
     for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"):
         assert (await open_.get("/version", headers={"host": host})).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
@@ -105,7 +104,7 @@ async def test_other_names_of_this_machine_are_refused(open_: httpx.AsyncClient)
         assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
 
 
-async def test_errors_have_one_shape_everywhere(open_: httpx.AsyncClient) -> None:
+async def test_errors_have_one_shape_everywhere(open_):
     is_error(await open_.get("/nowhere"), 404)
     is_error(await open_.get("/v1/completions"), 405)
     is_error(await open_.get("/v1/models/other"), 404)
@@ -118,12 +117,12 @@ async def test_errors_have_one_shape_everywhere(open_: httpx.AsyncClient) -> Non
         is_error(await open_.post(path, content=b'{"a": NaN}', headers={"content-type": "application/json"}), 400)
 
 
-async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncClient) -> None:
+async def test_large_bodies_are_refused_before_they_are_read(open_):
     json_type = {"content-type": "application/json"}
     for length in (str(MAX_BODY + 1), "9" * 30, "-1", "x"):
         is_error(await open_.post("/tokenize", content=b"{}", headers={**json_type, "content-length": length}), 413)
 
-    async def endless() -> AsyncIterator[bytes]:
+    async def endless():
         for _ in range(MAX_BODY // 2**20 + 2):
             yield b" " * 2**20
 
@@ -131,12 +130,12 @@ async def test_large_bodies_are_refused_before_they_are_read(open_: httpx.AsyncC
     is_error(await open_.get("/version", headers={f"x-{i}": "1" for i in range(200)}), 400)
 
 
-async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_are_bounded_together(open_, monkeypatch):
     """Until a body is read completely, its size is unknown: many at once must not fill the memory."""
     monkeypatch.setattr(reading, "MAX_INSIDE", 1000)
     json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
-    async def slow() -> AsyncIterator[bytes]:
+    async def slow():
         yield b'{"prompt": "' + b"x" * 900
         read.set()  # the next chunk is requested, so this one is counted
         await go_on.wait()
@@ -151,14 +150,11 @@ async def test_bodies_are_bounded_together(open_: httpx.AsyncClient, monkeypatch
     assert "loaded" in is_error(await open_.post("/tokenize", json={"prompt": "x" * 200}), 503)["message"]
 
 
-async def test_without_an_engine(open_: httpx.AsyncClient) -> None:
+async def test_without_an_engine(open_):
     bodies = {
-        "/v1/completions": {"prompt": "x"},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
-        "/v1/responses": {"input": "x"},
-        "/tokenize": {"prompt": "x"},
-        "/detokenize": {"tokens": [1]},
-    }
+        "/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]},
+    }  # fmt: skip
     for path, body in bodies.items():
         response = await open_.post(path, json=body)
         assert "loaded" in is_error(response, 503)["message"]
@@ -169,7 +165,7 @@ async def test_without_an_engine(open_: httpx.AsyncClient) -> None:
     assert (await open_.get("/v1/models")).json()["data"][0]["id"] == "embedded"
 
 
-async def test_ids(open_: httpx.AsyncClient) -> None:
+async def test_ids(open_):
     given = await open_.get("/version", headers={"x-request-id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1"
     own = [
@@ -179,7 +175,7 @@ async def test_ids(open_: httpx.AsyncClient) -> None:
     assert len({*own, "a b"}) == 3 and all(re.fullmatch(r"[0-9a-f]{24}", i) for i in own)
 
 
-async def test_metrics(open_: httpx.AsyncClient) -> None:
+async def test_metrics(open_):
     await open_.get("/nowhere/at/all")
     await open_.request("INVENTED", "/version")
     page = (await open_.get("/metrics")).text
@@ -187,7 +183,7 @@ async def test_metrics(open_: httpx.AsyncClient) -> None:
     assert 'method="other"' in page and "INVENTED" not in page
 
 
-async def test_head_is_get_without_a_body(open_: httpx.AsyncClient, locked: httpx.AsyncClient) -> None:
+async def test_head_is_get_without_a_body(open_, locked):
     for path in ("/", "/health", "/version", "/v1/models"):
         head, got = await open_.head(path), await open_.get(path)
         assert head.status_code == 200 and not head.content
@@ -196,12 +192,12 @@ async def test_head_is_get_without_a_body(open_: httpx.AsyncClient, locked: http
     assert (await open_.head("/v1/completions")).status_code == 405
 
 
-async def test_packed_bodies_are_refused(open_: httpx.AsyncClient) -> None:
+async def test_packed_bodies_are_refused(open_):
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
     is_error(await open_.post("/detokenize", content=b"{}", headers=packed), 415)
 
 
-async def test_other_names_of_the_model() -> None:
+async def test_other_names_of_the_model():
     async with visitor(ServerConfig(model_name="a", aliases=("b",))) as client:
         assert [m["id"] for m in (await client.get("/v1/models")).json()["data"]] == ["a", "b"]
         assert (await client.get("/v1/models/b")).json()["id"] == "b"
@@ -209,7 +205,7 @@ async def test_other_names_of_the_model() -> None:
         is_error(await client.post("/detokenize", json={"tokens": [1], "model": "c"}), 404)
 
 
-async def test_pages_of_other_sites_may_call_where_the_operator_says_so() -> None:
+async def test_pages_of_other_sites_may_call_where_the_operator_says_so():
     asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
     async with visitor(ServerConfig(cors=("http://page.example",))) as client:
         leave = await client.options("/v1/completions", headers=asks)
@@ -218,7 +214,7 @@ async def test_pages_of_other_sites_may_call_where_the_operator_says_so() -> Non
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_cross_origin_requests_get_no_leave(open_: httpx.AsyncClient) -> None:
+async def test_cross_origin_requests_get_no_leave(open_):
     response = await open_.options(
         "/v1/completions", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
     )

@@ -1,15 +1,11 @@
 """The helper process: what waiting requests get when the server or the helper ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_server import pretender, until
@@ -28,16 +24,16 @@ RENDER = frames.Template("[[], [], {}]")
 DONE = frames.pack(HelperResult(""))
 
 
-async def refused(waiting: asyncio.Future[Any]) -> int:
+async def refused(waiting):
     with pytest.raises(ApiError) as caught:
         await asyncio.wait_for(waiting, 10)
     return caught.value.status
 
 
-async def test_who_is_being_prepared_when_the_server_ends_is_told() -> None:
-    pids: list[int] = []
+async def test_who_is_being_prepared_when_the_server_ends_is_told():
+    pids = []
 
-    def silent() -> tuple[int, socket.socket]:
+    def silent():
         """Confirms its setup, and then never answers."""
         pid, ours = pretender("sleep", "60", first=DONE)()
         pids.append(pid)
@@ -55,30 +51,30 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told() -> None:
     assert len(pids) == 1, "nothing is left behind, or started anew"
 
 
-def _sleep() -> str:
+def _sleep():
     time.sleep(60)
     return ""
 
 
-def _work() -> str:
+def _work():
     while True:
         pass
 
 
-def _kill() -> str:
+def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
     return ""
 
 
-def _much() -> str:
+def _much():
     raise MemoryError
 
 
-def fault_of(compiling: Callable[[], str]) -> str:
+def fault_of(compiling):
     """Whose fault the helper says it is, for a grammar whose compiler does this."""
 
     class Pretended:
-        def compiled(self, kind: str, source: str) -> str:
+        def compiled(self, kind, source):
             return compiling()
 
     aside = asides.Aside(socket.socket())
@@ -89,15 +85,13 @@ def fault_of(compiling: Callable[[], str]) -> str:
 @pytest.mark.parametrize(
     ("compiling", "fault"), [(_sleep, "machine"), (_kill, "machine"), (_work, "request"), (_much, "request"), (str, "")]
 )
-async def test_a_grammar_is_refused_for_its_own_faults_only(
-    monkeypatch: pytest.MonkeyPatch, compiling: Callable[[], str], fault: str
-) -> None:
+async def test_a_grammar_is_refused_for_its_own_faults_only(monkeypatch, compiling, fault):
     monkeypatch.setattr(asides, "WALL", 0.3 if compiling is _sleep else 20.0)
     monkeypatch.setattr(asides, "COMPILE_SECONDS", 1.0 if compiling is _sleep else 0.1)
     assert fault_of(compiling) == fault
 
 
-async def test_nothing_is_taken_after_the_end() -> None:
+async def test_nothing_is_taken_after_the_end():
     client = EngineClient("x", {})
     client.state = "ready"
     client.end_all(ApiError(503, "the end"))
@@ -106,22 +100,22 @@ async def test_nothing_is_taken_after_the_end() -> None:
     assert caught.value.status == 503 and not client._streams
 
 
-async def test_who_is_cut_off_before_an_answer_gets_one() -> None:
+async def test_who_is_cut_off_before_an_answer_gets_one():
     """The last resort, for tasks that the HTTP server cancels."""
 
-    counted: list[int] = []
+    counted = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         await asyncio.sleep(60)
 
-    sent: list[Any] = []
+    sent = []
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", b"localhost")]}
     guard = Guard(app, ServerConfig(), lambda visit, route, status: counted.append(status))
-    task = asyncio.ensure_future(guard(scope, send, send))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(guard(scope, send, send))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.wait_for(task, 10)

@@ -17,7 +17,7 @@ from sameseed.server.config import Keys, ServerConfig
 KEY = "a-key-for-the-test"
 
 
-def visitor(config: ServerConfig) -> httpx.AsyncClient:
+def visitor(config):
     app, _ = create_app(EngineClient("embedded", {}), config)
     return visiting(app)
 
@@ -25,26 +25,26 @@ def visitor(config: ServerConfig) -> httpx.AsyncClient:
 class Elements(HTMLParser):
     """Collects tags with their attributes, and the text of scripts and styles."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.inline: dict[str, list[str]] = {"script": [], "style": []}
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.lasttag in self.inline and data.strip():
             self.inline[self.lasttag].append(data)
 
 
-def elements() -> Elements:
+def elements():
     made = Elements()
     made.feed(PAGE.read_text(encoding="utf-8"))
     return made
 
 
-async def test_the_page_is_the_same_for_everybody() -> None:
+async def test_the_page_is_the_same_for_everybody():
     """The page needs no key, since a browser has none to send; so it must not say anything about this server."""
     secret = ServerConfig(host="0.0.0.0", keys=Keys((KEY,)), model_name="a-secret-name")
     pages = []
@@ -61,7 +61,7 @@ async def test_the_page_is_the_same_for_everybody() -> None:
     assert pages[0] == pages[1] == PAGE.read_bytes()
 
 
-async def test_nothing_but_the_page_is_open_or_read_from_disk() -> None:
+async def test_nothing_but_the_page_is_open_or_read_from_disk():
     paths = ("//", "/index.html", "/playground.html", "/%2e%2e/", "/static/x", "/favicon.ico")
     async with visitor(ServerConfig(host="0.0.0.0", keys=Keys((KEY,)))) as client:
         for method in ("POST", "PUT", "OPTIONS", "DELETE"):
@@ -76,7 +76,7 @@ async def test_nothing_but_the_page_is_open_or_read_from_disk() -> None:
         assert "/" not in (await client.get("/openapi.json")).json()["paths"]
 
 
-async def test_the_browser_is_told_what_the_page_may_do() -> None:
+async def test_the_browser_is_told_what_the_page_may_do():
     async with visitor(ServerConfig()) as client:
         header = (await client.get("/")).headers["content-security-policy"]
     rules = dict(rule.split(" ", 1) for rule in header.split("; "))
@@ -90,7 +90,7 @@ async def test_the_browser_is_told_what_the_page_may_do() -> None:
         assert rules[f"{kind}-src"].split() == [f"'sha256-{d}'" for d in digests]
 
 
-async def test_the_page_has_no_handlers_no_styles_in_attributes_and_nothing_from_outside() -> None:
+async def test_the_page_has_no_handlers_no_styles_in_attributes_and_nothing_from_outside():
     made = elements()
     assert len(made.found) > 50
     for tag, attributes in made.found:

@@ -1,11 +1,8 @@
 """Requests as clients send them: which are accepted, which are refused and how, and the limits."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,16 +14,13 @@ from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFie
 from sameseed.server.reading import read
 from sameseed.server.service import sampling, speculation
 
-ROUTES: list[tuple[Any, dict[str, Any]]] = [
-    (CompletionFields, {"prompt": "x"}),
-    (ChatFields, {"messages": [{"role": "user", "content": "x"}]}),
-    (ResponseFields, {"input": "x"}),
-    (TokenizeFields, {"prompt": "x"}),
-    (DetokenizeFields, {"tokens": [1]}),
-]
+ROUTES = [
+    (CompletionFields, {"prompt": "x"}), (ChatFields, {"messages": [{"role": "user", "content": "x"}]}),
+    (ResponseFields, {"input": "x"}), (TokenizeFields, {"prompt": "x"}), (DetokenizeFields, {"tokens": [1]}),
+]  # fmt: skip
 
 
-def refusal(kind: Any, body: dict[str, Any]) -> ApiError:
+def refusal(kind, body):
     with pytest.raises(ApiError) as caught:
         read(kind, body)
     assert caught.value.status == 400
@@ -36,53 +30,33 @@ def refusal(kind: Any, body: dict[str, Any]) -> ApiError:
 @pytest.mark.parametrize(
     ("prompt", "meant"), [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])]
 )
-def test_forms_of_a_prompt(prompt: Any, meant: Any) -> None:
+def test_forms_of_a_prompt(prompt, meant):
     assert read(CompletionFields, {"prompt": prompt}).content() == meant
 
 
 @pytest.mark.parametrize(
     ("field", "value", "place"),
     [
-        ("prompt", ["a", 1], "prompt[0]"),
-        ("prompt", [], "prompt"),
-        ("prompt", [[]], "prompt[0]"),
-        ("prompt", ["x"] * (limits.MAX_PROMPTS + 1), "prompt"),
-        ("prompt", [-1], "prompt[0]"),
-        ("prompt", {"a": 1}, "prompt"),
-        ("temperature", "0.5", "temperature"),
-        ("temperature", -0.1, "temperature"),
-        ("temperature", float("nan"), "temperature"),
-        ("top_p", 0, "top_p"),
-        ("top_p", float("inf"), "top_p"),
-        ("min_p", 1.5, "min_p"),
-        ("presence_penalty", float("-inf"), "presence_penalty"),
-        ("frequency_penalty", 2.1, "frequency_penalty"),
-        ("repetition_penalty", 0, "repetition_penalty"),
-        ("n", limits.MAX_N + 1, "n"),
-        ("n", 0, "n"),
-        ("max_tokens", True, "max_tokens"),
-        ("max_tokens", 1.5, "max_tokens"),
-        ("max_tokens", -1, "max_tokens"),
-        ("logprobs", limits.MAX_TOP_LOGPROBS + 1, "logprobs"),
-        ("stop", ["a"] * (limits.MAX_STOP + 1), "stop"),
-        ("stop", ["a", ""], "stop[1]"),
-        ("stop", "x" * (limits.MAX_STOP_LENGTH + 1), "stop"),
-        ("stop", 7, "stop"),
+        ("prompt", ["a", 1], "prompt[0]"), ("prompt", [], "prompt"), ("prompt", [[]], "prompt[0]"),
+        ("prompt", ["x"] * (limits.MAX_PROMPTS + 1), "prompt"), ("prompt", [-1], "prompt[0]"),
+        ("prompt", {"a": 1}, "prompt"), ("temperature", "0.5", "temperature"), ("temperature", -0.1, "temperature"),
+        ("temperature", float("nan"), "temperature"), ("top_p", 0, "top_p"), ("top_p", float("inf"), "top_p"),
+        ("min_p", 1.5, "min_p"), ("presence_penalty", float("-inf"), "presence_penalty"),
+        ("frequency_penalty", 2.1, "frequency_penalty"), ("repetition_penalty", 0, "repetition_penalty"),
+        ("n", limits.MAX_N + 1, "n"), ("n", 0, "n"), ("max_tokens", True, "max_tokens"),
+        ("max_tokens", 1.5, "max_tokens"), ("max_tokens", -1, "max_tokens"),
+        ("logprobs", limits.MAX_TOP_LOGPROBS + 1, "logprobs"), ("stop", ["a"] * (limits.MAX_STOP + 1), "stop"),
+        ("stop", ["a", ""], "stop[1]"), ("stop", "x" * (limits.MAX_STOP_LENGTH + 1), "stop"), ("stop", 7, "stop"),
         ("logit_bias", {str(i): 1.0 for i in range(limits.MAX_LOGIT_BIAS + 1)}, "logit_bias"),
-        ("logit_bias", {"5": float("nan")}, "logit_bias"),
-        ("logit_bias", {"5": 101}, "logit_bias"),
-        ("allowed_token_ids", [], "allowed_token_ids"),
-        ("seed", 1.5, "seed"),
-        ("stream", "yes", "stream"),
+        ("logit_bias", {"5": float("nan")}, "logit_bias"), ("logit_bias", {"5": 101}, "logit_bias"),
+        ("allowed_token_ids", [], "allowed_token_ids"), ("seed", 1.5, "seed"), ("stream", "yes", "stream"),
         ("stream_options", {"include_usage": 3}, "stream_options.include_usage"),
         ("speculation", {"policy": "sometimes"}, "speculation.policy"),
-        ("speculation", {"num_draft_tokens": 65}, "speculation.num_draft_tokens"),
-        ("cache_salt", "", "cache_salt"),
-        ("response_format", {"type": "a secret"}, "response_format"),
-        ("speculation", "a secret", "speculation"),
+        ("speculation", {"num_draft_tokens": 65}, "speculation.num_draft_tokens"), ("cache_salt", "", "cache_salt"),
+        ("response_format", {"type": "a secret"}, "response_format"), ("speculation", "a secret", "speculation"),
     ],
-)
-def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: str) -> None:
+)  # fmt: skip
+def test_bad_values_are_named_and_not_repeated(field, value, place):
     error = refusal(CompletionFields, {"prompt": "x", field: value})
     assert "secret" not in error.message
     assert error.message.startswith(f"{place}: ")
@@ -94,8 +68,8 @@ def test_bad_values_are_named_and_not_repeated(field: str, value: Any, place: st
 
 
 @pytest.mark.parametrize("bias", [{"5": 1.0, "05": 2.0}, {"-5": 1.0}, {"\u0665": 1.0}, {"1e1": 1.0}])
-def test_a_bias_is_by_token_ids(bias: dict[str, float]) -> None:
-    text: Any = SimpleNamespace(vocab_size=9, max_model_len=99)
+def test_a_bias_is_by_token_ids(bias):
+    text = SimpleNamespace(vocab_size=9, max_model_len=99)
     with pytest.raises(ApiError, match="token ids"):
         sampling(CompletionFields(prompt="x", logit_bias=bias), text, 9)
 
@@ -113,11 +87,11 @@ def test_a_bias_is_by_token_ids(bias: dict[str, float]) -> None:
         ("x", "messages[0]"),
     ],
 )
-def test_bad_messages(message: Any, place: str) -> None:
+def test_bad_messages(message, place):
     assert refusal(ChatFields, {"messages": [message]}).message.startswith(place)
 
 
-def test_messages_as_templates_take_them() -> None:
+def test_messages_as_templates_take_them():
     parts = [{"type": "text", "text": "a", "cache": 2**70}, {"type": "text", "text": "b"}]
     said = [
         {"role": "developer", "content": "s", "name": "Ann"},
@@ -133,32 +107,28 @@ def test_messages_as_templates_take_them() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"refusal": "no"},
-        {"tool_calls": []},
-        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"refusal": "no"}, {"tool_calls": []}, {"content": [{"type": "refusal", "refusal": "no"}]},
         {"function_call": {"name": "f", "arguments": "{}"}},
         {"tool_calls": None, "refusal": None, "function_call": None},
     ],
-)
-def test_answers_without_content_are_taken_back(more: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_answers_without_content_are_taken_back(more):
     (said,) = read(ChatFields, {"messages": [{"role": "assistant", "content": None, **more}]}).messages
     calls = [c["function"] for c in said.plain().get("tool_calls", ())]
     assert said.plain().get("content") in (None, [{"type": "text", "text": "no"}])
     assert calls == ([more["function_call"]] if more.get("function_call") else [])
 
 
-def test_items_of_responses_become_messages() -> None:
+def test_items_of_responses_become_messages():
     items = [
         {"role": "user", "content": "x"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "id": "m", "content": [{"type": "output_text", "text": "a"}]},
         {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "refusal", "refusal": "no"}],
+            "type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}],
             "status": "completed",
         },
-    ]
+    ]  # fmt: skip
     assert read(ResponseFields, {"input": items}).content().messages == [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": [items[2]["content"][0]], "reasoning_content": "hm"},
@@ -167,7 +137,7 @@ def test_items_of_responses_become_messages() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REQUEST))
-def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+def test_what_is_not_offered_is_refused_by_name(name):
     for kind, body in ROUTES:
         if name in kind.model_fields:
             continue
@@ -176,7 +146,7 @@ def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
         read(kind, {**body, name: None})
 
 
-def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture) -> None:
+def test_neutral_values_and_unknown_fields_pass(caplog):
     caplog.set_level(logging.DEBUG, "sameseed.server")
     plain = {"response_format": {"type": "text"}, "tools": [], "best_of": 2, "n": 2, "suffix": ""}
     fields = read(CompletionFields, {"prompt": "x", **plain, "temperature": None, "new_thing": {"a": [1]}})
@@ -192,15 +162,15 @@ def test_neutral_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixture
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
-def test_completions_know_both_names_of_the_limit() -> None:
+def test_completions_know_both_names_of_the_limit():
     (kind, body), *_ = ROUTES
     assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": 5}).max_tokens == 5
     assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": None}).max_tokens == 9
     assert refusal(kind, {**body, "max_completion_tokens": 0}).param == "max_completion_tokens"
 
 
-def test_settings_of_speculation() -> None:
-    def of(value: Any) -> Any:
+def test_settings_of_speculation():
+    def of(value):
         return speculation(read(CompletionFields, {"prompt": "x", "speculation": value}), 5)
 
     assert of(None) is None
@@ -213,26 +183,17 @@ def test_settings_of_speculation() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no JSON"),
-        (b"{", "no JSON"),
-        (b"[1]", "must be a JSON object"),
-        (b'"x"', "must be a JSON object"),
-        (b'{"a": NaN}', "finite"),
-        (b'{"a": -Infinity}', "finite"),
-        (b'{"a": "\xff"}', "no UTF-8"),
-        (b'{"a": "\\ud800"}', "surrogate"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
-        (b'{"a": 1, "b": {"c": [1e400]}}', "finite"),
-        (b'{"a": [{"b": 1, "b": 2}]}', "twice"),
-        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "deeper"),
-        (b'{"a": ' + b"[" * 60_000, "deeper"),
-        (b'{"a":' * 70 + b"1" + b"}" * 70, "deeper"),
-        (b'{"a": 1e999}', "finite"),
+        (b"", "no JSON"), (b"{", "no JSON"), (b"[1]", "must be a JSON object"), (b'"x"', "must be a JSON object"),
+        (b'{"a": NaN}', "finite"), (b'{"a": -Infinity}', "finite"), (b'{"a": "\xff"}', "no UTF-8"),
+        (b'{"a": "\\ud800"}', "surrogate"), (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"a": 1, "b": {"c": [1e400]}}', "finite"), (b'{"a": [{"b": 1, "b": 2}]}', "twice"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "deeper"), (b'{"a": ' + b"[" * 60_000, "deeper"),
+        (b'{"a":' * 70 + b"1" + b"}" * 70, "deeper"), (b'{"a": 1e999}', "finite"),
         (b'{"a": [' + b"[]," * limits.MAX_CONTAINERS + b"1]}", "more than"),
         (b'{"a": [' + b"1," * (limits.MAX_VALUES + 1) + b"1]}", "more than"),
     ],
-)
-def test_bodies_that_are_no_requests(raw: bytes, message: str) -> None:
+)  # fmt: skip
+def test_bodies_that_are_no_requests(raw, message):
     with pytest.raises(ApiError, match=message) as caught:
         limits.parse_object(raw)
     assert caught.value.status == 400
@@ -241,7 +202,7 @@ def test_bodies_that_are_no_requests(raw: bytes, message: str) -> None:
 NUMBERS = b'{"seed": 5.0, "prompt": [[1.0]], "tools": [1.0, -0.0, 1e6, 1e22, %d], "metadata": {"a": 2.0}}' % 2**70
 
 
-def test_numbers_stay_as_they_came_but_for_counts() -> None:
+def test_numbers_stay_as_they_came_but_for_counts():
     came = limits.parse_object(NUMBERS)
     assert json.dumps(came) == json.dumps(json.loads(NUMBERS))
     fields = read(CompletionFields, {"seed": 5.0, "prompt": [[1.0]], "n": 2.0, "metadata": {"a": 2.0}})
@@ -250,7 +211,7 @@ def test_numbers_stay_as_they_came_but_for_counts() -> None:
     assert refusal(CompletionFields, {"prompt": "x", "n": 1.5}).param == "n"
 
 
-def test_bodies_at_the_limits() -> None:
+def test_bodies_at_the_limits():
     deep = {"a": json.loads("[" * 63 + "]" * 63)}
     assert limits.parse_object(json.dumps(deep).encode()) == deep
     unclosed = b'{"a": "' + b'\\"' * 2**20 + b"[" * (limits.MAX_CONTAINERS + 1)
@@ -268,12 +229,12 @@ def test_bodies_at_the_limits() -> None:
     "leak",
     ["at 0x7f3b530f0648", "in /usr/lib/python3/x.py", "<foo.Bar object at 1>", "~/models/secret/model.bin", "a\nb"],
 )
-def test_messages_are_cleaned(leak: str) -> None:
+def test_messages_are_cleaned(leak):
     text = clean(f"it failed {leak} badly")
     assert leak not in text and text.startswith("it failed ") and text.endswith("badly")
 
 
-def test_messages_keep_what_is_meant() -> None:
+def test_messages_keep_what_is_meant():
     kept = "POST /v1/completions takes 1/2 or 'org/name', e.g. 'max_tokens': 0.5"
     assert clean(kept) == kept
     assert len(clean("x" * 5000)) < 1100

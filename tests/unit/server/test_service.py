@@ -6,13 +6,10 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import httpx
 import pytest
 from fixtures_server import until, visiting
-from lawkit import Pair
 
 from sameseed.server import conversation, frames, gate as gates, limits, protocol, reading, structured
 from sameseed.server.app import create_app
@@ -25,28 +22,28 @@ from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 
 HELLO = {"role": "user", "content": "hi"}
-FACTS: dict[str, Any] = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
+FACTS = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
 
 
 class Waiting:
     """A helper that answers at once, or waits until `go` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sizes: list[int] = []
         self.go = asyncio.Event()
         self.go.set()
 
-    async def ask(self, frame: dict[str, Any], name: str, size: int) -> str:
+    async def ask(self, frame, name, size):
         self.sizes.append(size)
         await self.go.wait()
         return "hi"
 
 
 @pytest.fixture
-async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, Waiting]]:
+async def served(pair):
     """An application whose engine accepts nothing: a prepared request gets a 503."""
     client, helper = EngineClient("embedded", {}), Waiting()
-    client.state, client.facts, client._templates = "ready", dict(FACTS), helper  # type: ignore[assignment]
+    client.state, client.facts, client._templates = "ready", dict(FACTS), helper
     client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
     app, service = create_app(client, ServerConfig())
     client._over = True
@@ -57,22 +54,22 @@ async def served(pair: Pair) -> AsyncIterator[tuple[httpx.AsyncClient, Service, 
 Served = tuple[httpx.AsyncClient, Service, Waiting]
 
 
-def calling(arguments: str, count: int = 1) -> dict[str, Any]:
+def calling(arguments, count=1):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * count}
 
 
-def tools(count: int, letters: int) -> list[dict[str, Any]]:
+def tools(count, letters):
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "x" * letters}}}
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
 
 
-async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_are_no_work_of_the_event_loop(served, monkeypatch):
     http, service, helper = served
-    threads: dict[str, set[int]] = {}
+    threads = {}
 
-    def watched(module: Any, name: str, work: Callable[..., Any]) -> None:
-        def watching(*args: Any, **more: Any) -> Any:
+    def watched(module, name, work):
+        def watching(*args, **more):
             threads.setdefault(name, set()).add(threading.get_ident())
             return work(*args, **more)
 
@@ -92,17 +89,14 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served: Served, monkey
     assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
 
 
-async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(served, monkeypatch):
     http, service, _ = served
     text = service.client.text
-    assert text is not None
     text.max_model_len = 5000
     packing, go, pack = threading.Event(), threading.Event(), frames.pack
-    threads: list[int] = []
+    threads = []
 
-    def slow(*args: Any) -> bytes:
+    def slow(*args):
         if not isinstance(args[0], frames.Add):
             return pack(*args)
         threads.append(threading.get_ident())
@@ -122,7 +116,7 @@ async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(
     )
 
 
-async def test_prompts_are_bounded_in_sum(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_are_bounded_in_sum(served, monkeypatch):
     http, service, _ = served
     monkeypatch.setattr(limits, "MAX_VALUES", 150)
     assert (await http.post("/v1/completions", json={"prompt": "9" * 200})).status_code == 503, (
@@ -134,7 +128,7 @@ async def test_prompts_are_bounded_in_sum(served: Served, monkeypatch: pytest.Mo
     assert service.gate.num_inside == service.gate.size_inside == 0
 
 
-async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
+async def test_arguments_and_schemas_are_bounded_in_sum():
     many = json.dumps({"a": [0] * (limits.MAX_VALUES // 4)})
     messages = reading.read(ChatFields, {"messages": [calling(many, 3)]}).messages
     assert len(conversation.plain(messages)) == 1
@@ -153,7 +147,7 @@ async def test_arguments_and_schemas_are_bounded_in_sum() -> None:
                 fields.source("hermes")
 
 
-async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_wants_tokens_is_counted_by_size(served, monkeypatch):
     http, service, helper = served
     monkeypatch.setattr(gates, "MAX_TEXT", 1000)
     helper.go.clear()
@@ -172,7 +166,7 @@ async def test_who_wants_tokens_is_counted_by_size(served: Served, monkeypatch: 
     assert (await http.post("/tokenize", json={"prompt": "x" * 600, "return_token_strs": True})).status_code == 200
 
 
-async def test_the_clock_of_a_request_starts_when_it_arrives(served: Served) -> None:
+async def test_the_clock_of_a_request_starts_when_it_arrives(served):
     """A request that is prepared for too long gets an error, and its place is freed."""
     http, service, helper = served
     service.config = dataclasses.replace(service.config, request_timeout=0.2)

@@ -1,7 +1,5 @@
 """What the sources must not use: code from data, other programs and, in the server process, torch."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -21,7 +19,7 @@ OUTWARDS = {"urllib", "http", "httpx", "requests", "aiohttp", "ftplib", "smtplib
 STARTS = {"system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile"}
 
 
-def imports(tree: ast.AST) -> set[str]:
+def imports(tree):
     """Top-level names of the modules that a file imports."""
     found = set()
     for node in ast.walk(tree):
@@ -32,7 +30,7 @@ def imports(tree: ast.AST) -> set[str]:
     return found
 
 
-def calls(tree: ast.AST) -> list[str]:
+def calls(tree):
     """What a file calls: `name` or `owner.name`."""
     found = []
     for node in ast.walk(tree):
@@ -44,7 +42,7 @@ def calls(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_nothing_runs_from_data() -> None:
+def test_nothing_runs_from_data():
     banned = {"eval", "exec", "compile", "__import__", "torch.load", "ast.literal_eval", "jinja2.Environment"}
     assert len(EVERYWHERE) > 100
     for path in EVERYWHERE:
@@ -56,7 +54,7 @@ def test_nothing_runs_from_data() -> None:
 
 
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
+def test_the_server_starts_no_program_and_calls_nobody(path):
     tree = ast.parse(path.read_text())
     allowed = {LINK: {"aiohttp"}, "aside.py": {"multiprocessing"}}.get(path.name, set())
     assert not imports(tree) & (PROGRAMS | OUTWARDS) - allowed
@@ -70,7 +68,7 @@ def test_the_server_starts_no_program_and_calls_nobody(path: Path) -> None:
     assert not any(c.endswith((".connect", ".create_connection")) for c in called)
 
 
-def test_the_server_loads_no_model_library() -> None:
+def test_the_server_loads_no_model_library():
     """Weights are in the engine's process. The server process stays small, and a request can reach less."""
     code = (
         "import sys, sameseed.server.run, sameseed_vllm.proxy, sameseed_vllm.engine; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field, HttpUrl
@@ -18,21 +18,19 @@ from sameseed.server.reading import read
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
-def source(kind: Any = CompletionFields, **fields: Any) -> Any:
+def source(kind=CompletionFields, **fields):
     first = {ChatFields: {"messages": [{"role": "user", "content": "x"}]}, ResponseFields: {"input": "x"}}
     return read(kind, {**first.get(kind, {"prompt": "x"}), **fields}).source(None)
 
 
-def test_one_meaning_however_it_is_said() -> None:
+def test_one_meaning_however_it_is_said():
     by_name = {"type": "json_schema", "json_schema": {"name": "n", "schema": NAME, "strict": True}}
     flat = {"type": "json_schema", "name": "n", "schema": NAME}
     made = [
-        source(response_format=by_name),
-        source(ChatFields, response_format=by_name),
-        source(ResponseFields, text={"format": flat}),
-        source(structured_outputs={"json": NAME}),
+        source(response_format=by_name), source(ChatFields, response_format=by_name),
+        source(ResponseFields, text={"format": flat}), source(structured_outputs={"json": NAME}),
         source(structured_outputs={"json": json.dumps(NAME)}),
-    ]
+    ]  # fmt: skip
     assert {(s.kind, s.text) for s in made} == {("json", json.dumps(NAME))}
     assert len({s.key for s in made}) == 1
     anything = [source(response_format={"type": "json_object"}), source(structured_outputs={"json_object": True})]
@@ -46,30 +44,25 @@ def test_one_meaning_however_it_is_said() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "xml"}},
-        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": NAME}}},
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         {"structured_outputs": {"choice": ["a"], "regex": "a"}},
-        {"structured_outputs": {"regex": "a", "grammar": 'root ::= "a"'}},
-        {"structured_outputs": {"xml": "a"}},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"json_object": False}},
-        {"structured_outputs": {"json": "no json"}},
-        {"structured_outputs": {"json": 5}},
-        {"structured_outputs": {"regex": "a" * (limits.MAX_REGEX + 1)}},
-        {"structured_outputs": {"regex": "(" * 65}},
+        {"structured_outputs": {"regex": "a", "grammar": 'root ::= "a"'}}, {"structured_outputs": {"xml": "a"}},
+        {"structured_outputs": {}}, {"structured_outputs": {"json_object": False}},
+        {"structured_outputs": {"json": "no json"}}, {"structured_outputs": {"json": 5}},
+        {"structured_outputs": {"regex": "a" * (limits.MAX_REGEX + 1)}}, {"structured_outputs": {"regex": "(" * 65}},
         {"structured_outputs": {"grammar": "a" * (limits.MAX_GRAMMAR + 1)}},
         {"structured_outputs": {"grammar": "root ::= " + "(" * 30000}},
     ],
-)
-def test_refused(fields: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_refused(fields):
     with pytest.raises(ApiError) as caught:
         source(**fields)
     assert caught.value.status == 400 and len(caught.value.message) < 600
 
 
-def test_a_schema_that_is_no_json_is_named() -> None:
+def test_a_schema_that_is_no_json_is_named():
     for fields, name in (
         ({"structured_outputs": {"json": "{bad"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
@@ -80,12 +73,12 @@ def test_a_schema_that_is_no_json_is_named() -> None:
         assert caught.value.param == name and "body" not in caught.value.message, caught.value.message
 
 
-def nested(depth: int) -> dict[str, Any]:
+def nested(depth):
     return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
 
 
 # What must be refused, and the word that names it. The grammar would ignore it, or take too long.
-REFUSED: list[tuple[str, Any]] = [
+REFUSED = [
     ("not", {"type": "integer", "not": {"const": 3}}),
     ("if", {"if": {}, "then": {}}),
     ("contains", {"type": "array", "contains": {}}),
@@ -138,14 +131,14 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("word", "schema"), REFUSED)
-def test_schemas_that_cannot_be_enforced(word: str, schema: Any) -> None:
+def test_schemas_that_cannot_be_enforced(word, schema):
     with pytest.raises(ApiError) as caught:
         schemas.check(schema, "response_format")
     assert caught.value.status == 400 and word in caught.value.message, caught.value.message
     assert caught.value.param == "response_format"
 
 
-ACCEPTED: list[Any] = [
+ACCEPTED = [
     NAME,
     {"type": "object"},
     {"title": "T", "x-order": 3, "anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
@@ -183,7 +176,7 @@ class Everything(BaseModel):
     shape: Annotated[Square | Other, Field(discriminator="kind")]
 
 
-def test_schemas_of_pydantic() -> None:
+def test_schemas_of_pydantic():
     whole = json.loads(schemas.check(Everything.model_json_schema(), "x"))
     made = whole["properties"]
     assert made["page"]["format"] == "uri" and "maxLength" not in made["page"]
@@ -194,7 +187,7 @@ def test_schemas_of_pydantic() -> None:
 
 
 @pytest.mark.parametrize("told", [None, "kind", {}, {"propertyName": 3}, {"propertyName": "side"}])
-def test_one_of_what_nothing_tells_apart_stays(told: Any) -> None:
+def test_one_of_what_nothing_tells_apart_stays(told):
     """It stays, so that the grammar refuses it: a value could match both."""
     schema = {
         "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}],
@@ -206,7 +199,7 @@ def test_one_of_what_nothing_tells_apart_stays(told: Any) -> None:
 
 
 @pytest.mark.parametrize("schema", ACCEPTED)
-def test_schemas_that_can(schema: Any) -> None:
+def test_schemas_that_can(schema):
     before = json.dumps(schema)
     made = json.loads(schemas.check(schema, "x"))
     assert json.dumps(schema) == before, "the template sees the schema as it came"
@@ -216,13 +209,13 @@ def test_schemas_that_can(schema: Any) -> None:
     assert made == schema
 
 
-def test_whatever_a_schema_holds_it_is_taken_or_refused() -> None:
+def test_whatever_a_schema_holds_it_is_taken_or_refused():
     """Random values under every keyword must not cause an internal error."""
     rng = random.Random(1)
-    plain: list[Any] = [None, True, False, 0, 1.5, "", "string", "#", "#/$defs/a", "date", "["]
+    plain = [None, True, False, 0, 1.5, "", "string", "#", "#/$defs/a", "date", "["]
     plain += [[], {}, ["string"], [[]], [{}], [1]]
 
-    def value(depth: int) -> Any:
+    def value(depth):
         if depth == 0 or rng.random() < 0.4:
             return rng.choice(plain)
         if rng.random() < 0.4:

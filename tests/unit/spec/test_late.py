@@ -1,25 +1,22 @@
 """Chains that a model drafts and the target verifies unread by the host: the same rounds, with one wait in each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from fixtures_choices import let_choose
-from lawkit import Pair, make_engine, random_prompts, run, texts
+from lawkit import make_engine, random_prompts, run, texts
 
 from sameseed import devices
 from sameseed.batch import UNKNOWN, Rows, build_batch
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner
-from sameseed.request import Completion, SamplingParams
+from sameseed.request import SamplingParams
 from sameseed.spec.draft import LateDraft
 
 PROMPTS = random_prompts(5, seed=4, longest=20)
-CHAINS: dict[str, dict[str, Any]] = {
+CHAINS = {
     "draft_model": {},
     "self_quant": {"method": "self_quant"},
     "eagle": {"method": "eagle", "options": {"top_k": 1}},
@@ -29,25 +26,25 @@ EACH = [replace(PLAIN, max_tokens=n, temperature=t) for n, t in ((24, 0.8), (5, 
 
 
 @pytest.fixture
-def choosing(reference_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def choosing(reference_pair, monkeypatch):
     let_choose(monkeypatch, reference_pair.target.ops)
     return reference_pair
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(monkeypatch):
     """How many numbers each wait reads."""
-    sizes: list[int] = []
+    sizes = []
     read = devices.read
     monkeypatch.setattr(devices, "read", lambda x: (sizes.append(x.numel()), read(x))[1])
     return sizes
 
 
-def rounds(done: list[Completion]) -> list[Any]:
+def rounds(done):
     return [replace(c.metrics.spec, num_ahead=0) for c in done]
 
 
-def looked_at(engine: Any, monkeypatch: pytest.MonkeyPatch, params: Any) -> list[Completion]:
+def looked_at(engine, monkeypatch, params):
     """The same run, but the host reads each token before the next is drafted."""
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "takes_late", False)
@@ -57,18 +54,18 @@ def looked_at(engine: Any, monkeypatch: pytest.MonkeyPatch, params: Any) -> list
 
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("few", [False, True])
-def test_rounds_are_the_same_unread(name: str, few: bool, choosing: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_the_same_unread(name, few, choosing, monkeypatch):
     """Greedy and sampled, of several lengths, with ends of texts inside drafts, and with preemptions."""
-    how: dict[str, Any] = {"method": name, "k": 4, **CHAINS[name], **({"block": 4, "tokens": 52} if few else {})}
+    how = {"method": name, "k": 4, **CHAINS[name], **({"block": 4, "tokens": 52} if few else {})}
     how["max_len"] = 48
     whole = texts(run(make_engine(choosing, max_len=48), PROMPTS, EACH))
     each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]  # texts end inside drafts
     plain = texts(run(make_engine(choosing, max_len=48), PROMPTS, each, alone=True))
     wanted = looked_at(make_engine(choosing, **how), monkeypatch, each)
-    settled: list[int] = []
+    settled = []
     settle = LateDraft.settle
 
-    def counted(self: LateDraft, numbers: Any) -> Any:
+    def counted(self, numbers):
         done = settle(self, numbers)
         settled.append(sum(self.counts) - len(done.tokens))
         return done
@@ -81,16 +78,14 @@ def test_rounds_are_the_same_unread(name: str, few: bool, choosing: Pair, monkey
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_policy_that_looks_cuts_afterwards(
-    name: str, choosing: Pair, reads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how: dict[str, Any] = {"method": name, "k": 4, "confidence": 0.5, **CHAINS[name]}
+def test_a_policy_that_looks_cuts_afterwards(name, choosing, reads, monkeypatch):
+    how = {"method": name, "k": 4, "confidence": 0.5, **CHAINS[name]}
     greedy = replace(PLAIN, temperature=0.0)
     wanted = looked_at(make_engine(choosing, **how), monkeypatch, greedy)
     engine, per_step = make_engine(choosing, **how), Counter[int]()
     step = engine.step
 
-    def counted() -> Any:
+    def counted():
         reads.clear()
         done = step()
         per_step[len(reads)] += 1
@@ -104,12 +99,12 @@ def test_a_policy_that_looks_cuts_afterwards(
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_round_waits_once(name: str, choosing: Pair, reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_waits_once(name, choosing, reads, monkeypatch):
     engine = make_engine(choosing, **{"method": name, "k": 4, **CHAINS[name]})
-    steps: list[int] = []
+    steps = []
     step = engine.step
 
-    def counted() -> Any:
+    def counted():
         reads.clear()
         done = step()
         steps.append(len(reads))
@@ -120,7 +115,7 @@ def test_a_round_waits_once(name: str, choosing: Pair, reads: list[int], monkeyp
     assert max(steps) == 1 and engine.metrics.num_accepted_tokens
 
 
-def test_a_trimming_policy_and_a_penalty_are_served_as_before(choosing: Pair) -> None:
+def test_a_trimming_policy_and_a_penalty_are_served_as_before(choosing):
     many = [PLAIN, replace(PLAIN, repetition_penalty=1.2), replace(PLAIN, logprobs=1), PLAIN, PLAIN]
     plain = texts(run(make_engine(choosing), PROMPTS, many, alone=True))
     for policy in ("goodput", "disco", "fixed"):
@@ -128,8 +123,8 @@ def test_a_trimming_policy_and_a_penalty_are_served_as_before(choosing: Pair) ->
 
 
 @pytest.mark.failing_drafter
-def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Drawn, numbers: Any) -> Any:
+def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing, monkeypatch):
+    def broken(self, numbers):
         raise RuntimeError("lost")
 
     plain = texts(run(make_engine(choosing), PROMPTS, PLAIN))
@@ -138,7 +133,7 @@ def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing: Pair, monkeypat
     assert texts(run(engine, PROMPTS, PLAIN)) == plain and not engine.metrics.num_draft_tokens
 
 
-def test_late_tokens_go_where_tokens_are_unknown() -> None:
+def test_late_tokens_go_where_tokens_are_unknown():
     batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
     late = torch.tensor([8, 9], dtype=torch.int32)
     assert batch.with_late(late).on(torch.device("cpu")).token_ids.tolist() == [5, 8, 9, 7]

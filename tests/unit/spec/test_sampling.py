@@ -1,10 +1,7 @@
 """Sampling against a slow textbook implementation; penalties along a draft; logits that cannot be sampled."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -37,7 +34,7 @@ some_tokens = st.lists(tokens, max_size=6).map(tuple)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> SamplingParams:
+def requests(draw):
     """Random parameters; bias and penalties from a grid, so that ties occur."""
     grid = st.sampled_from([-1.5, -0.5, 0.0, 0.25, 1.0])
     return SamplingParams(
@@ -57,7 +54,7 @@ def requests(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-def sequence(params: SamplingParams, prompt: Any = (1,), output: Any = (), seed: int = 0) -> Sequence:
+def sequence(params, prompt=(1,), output=(), seed=0):
     seq = Sequence(0, prompt, params, seed)
     seq.token_ids += output
     return seq
@@ -72,7 +69,7 @@ def sequence(params: SamplingParams, prompt: Any = (1,), output: Any = (), seed:
     path=some_tokens,
     seed=st.integers(0, 2**63 - 1),
 )
-def test_equals_the_textbook(params: Any, logits: Any, prompt: Any, output: Any, path: Any, seed: int) -> None:
+def test_equals_the_textbook(params, logits, prompt, output, path, seed):
     seq = sequence(params, prompt, output, seed)
     row = np.array(logits, np.float32)
     mine = adjust(row, seq, path, EOS)
@@ -96,7 +93,7 @@ def test_equals_the_textbook(params: Any, logits: Any, prompt: Any, output: Any,
     assert token == ids[scores.argmax()]
 
 
-def test_top_k_keeps_ties_at_the_border() -> None:
+def test_top_k_keeps_ties_at_the_border():
     row = np.array([1.0, 5.0, 3.0, 3.0, 3.0, 0.0])
     for k, kept in ((1, [1]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (5, [0, 1, 2, 3, 4]), (6, list(range(6)))):
         assert survivors(row, SamplingParams(temperature=1.0, top_k=k))[0].tolist() == kept
@@ -104,7 +101,7 @@ def test_top_k_keeps_ties_at_the_border() -> None:
         assert len(survivors(row, SamplingParams(temperature=1.0, top_k=off))[0]) == 6
 
 
-def test_top_p_edges() -> None:
+def test_top_p_edges():
     row = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
     for p, count in ((1e-9, 1), (0.49, 1), (0.6, 2), (0.8, 3), (0.9, 4), (1.0, 4)):
         assert len(survivors(row, SamplingParams(temperature=1.0, top_p=p))[0]) == count, p
@@ -118,7 +115,7 @@ needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native module is n
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+def rows(draw):
     """Logits in either width, over several chunks of the native loops; with ties, excluded tokens, NaN and infinity."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     row = rng.standard_normal(draw(st.sampled_from([1, 2, 7, 63, 64, 65, 200, 1000, 5000])))
@@ -133,7 +130,7 @@ def rows(draw: st.DrawFn) -> np.ndarray[Any, Any]:
 
 
 @st.composite
-def draws(draw: st.DrawFn) -> SamplingParams:
+def draws(draw):
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1e-300, 0.05, 0.7, 1.0, 3.0, 1e6])),
         top_k=draw(st.sampled_from([0, 0, 1, 3, 40, 64, 65, 199, 4999, 9000])),
@@ -145,7 +142,7 @@ def draws(draw: st.DrawFn) -> SamplingParams:
 @needs_native
 @settings(max_examples=400)
 @given(row=rows(), params=draws(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31))
-def test_native_equals_the_specification(row: Any, params: Any, seed: int, position: int) -> None:
+def test_native_equals_the_specification(row, params, seed, position):
     """On every instruction set, the choice is the specification's and the probability has the same bits."""
     from sameseed import _native
 
@@ -167,7 +164,7 @@ def test_native_equals_the_specification(row: Any, params: Any, seed: int, posit
 
 
 @needs_native
-def test_native_noise_in_a_large_vocabulary() -> None:
+def test_native_noise_in_a_large_vocabulary():
     """With equal or slowly falling logits the noise decides, which tests every bound on it."""
     for row in (np.zeros(30_000, np.float32), np.linspace(0.0, -9.0, 30_000, dtype=np.float32)):
         for seed in range(40):
@@ -177,14 +174,14 @@ def test_native_noise_in_a_large_vocabulary() -> None:
 
 
 @needs_native
-def test_native_reads_any_row() -> None:
+def test_native_reads_any_row():
     table = np.random.default_rng(3).standard_normal((4, 6)).astype(np.float32)
     params = SamplingParams(temperature=1.0)
     for row in (table[2], table[:, 2], table[1, ::2], table[0].astype(np.float64)[::-1]):
         assert native_choice(row, params, 1, 2) == numpy_choice(row, params, 1, 2)
 
 
-def test_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_native_module(monkeypatch):
     row, seq = np.array([0.0, 3.0, 1.0], np.float32), sequence(SamplingParams(temperature=1.0))
     expected = choose(row, seq, [], ()), probability(row, seq, 1)
     monkeypatch.setattr(sampling, "HAS_NATIVE", False)
@@ -192,7 +189,7 @@ def test_without_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (choose(row, seq, [], ()), pytest.approx(probability(row, seq, 1))) == expected
 
 
-def test_the_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_noise_is_finite(monkeypatch):
     """The generator's largest output would be rounded up to 1, for which the noise is infinite."""
     token = np.array([0], np.int64)
     # Run the generator backwards: which key gives 2^64 - 1?
@@ -212,7 +209,7 @@ def test_the_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature):
     params = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, logprobs=2)
     row = np.array([3.0, 900.0, -3e38, 899.0, -np.inf], np.float32)
     with warnings.catch_warnings():
@@ -222,7 +219,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
         assert probability(row, sequence(params), 1) == 1.0
 
 
-def test_penalties_along_a_draft_equal_decoding_one_by_one() -> None:
+def test_penalties_along_a_draft_equal_decoding_one_by_one():
     rng = np.random.default_rng(1)
     params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=5)
     prompt, path = [1, 2, 2], [4, 4, 2, 0, 4, 3]
@@ -233,7 +230,7 @@ def test_penalties_along_a_draft_equal_decoding_one_by_one() -> None:
         grown.token_ids += path[i : i + 1]
 
 
-def test_penalty_state_follows_its_sequence() -> None:
+def test_penalty_state_follows_its_sequence():
     params = SamplingParams(frequency_penalty=0.5)
     seq = sequence(params, [1, 2], [3])
     state = SamplingState.of(seq, V)
@@ -249,13 +246,13 @@ def test_penalty_state_follows_its_sequence() -> None:
     "row", [[math.nan, 1.0], [1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, math.inf]], ids=str
 )
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(top_k=1)])
-def test_bad_logits_fail(row: list[float], params: SamplingParams) -> None:
+def test_bad_logits_fail(row, params):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(np.array(row, np.float32), sequence(params), [], ()) == FAILED
 
 
-def test_everything_banned_fails() -> None:
+def test_everything_banned_fails():
     row = np.zeros(3, np.float32)
     for params in (
         SamplingParams(banned_token_ids=(0, 1, 2)),
@@ -266,20 +263,20 @@ def test_everything_banned_fails() -> None:
         assert choose(row, sequence(params), [], ()) == FAILED
 
 
-def test_ids_beyond_the_vocabulary_are_no_matter() -> None:
+def test_ids_beyond_the_vocabulary_are_no_matter():
     params = SamplingParams(
         logit_bias={99: 5.0}, banned_token_ids=(50,), allowed_token_ids=(1, 77), stop_token_ids=(88,), min_tokens=1
     )
     assert choose(np.array([9.0, 1.0, 0.0], np.float32), sequence(params, [1, 60]), [], (61,)) == 1
 
 
-def test_ties_go_to_the_lowest_id() -> None:
+def test_ties_go_to_the_lowest_id():
     row = np.array([0.0, 2.0, 2.0, 2.0], np.float32)
     assert choose(row, sequence(SamplingParams()), [], ()) == 1
     assert choose(row, sequence(SamplingParams(banned_token_ids=(1,))), [], ()) == 2
 
 
-def test_plain_greedy_means_argmax_at_any_depth() -> None:
+def test_plain_greedy_means_argmax_at_any_depth():
     assert plain_greedy(sequence(SamplingParams(stop=("x",), stop_token_ids=(4,))))
     assert plain_greedy(sequence(SamplingParams(min_tokens=2), output=(5, 6)))
     for params in (
@@ -293,7 +290,7 @@ def test_plain_greedy_means_argmax_at_any_depth() -> None:
         assert not plain_greedy(sequence(params))
 
 
-def test_logprobs_are_of_the_processed_distribution() -> None:
+def test_logprobs_are_of_the_processed_distribution():
     rng = np.random.default_rng(2)
     params = SamplingParams(temperature=0.7, top_k=2, presence_penalty=0.6, logit_bias={4: 1.0}, logprobs=4)
     row = rng.standard_normal(V).astype(np.float32)
@@ -308,14 +305,14 @@ def test_logprobs_are_of_the_processed_distribution() -> None:
     assert [p for _, p in found.top] == pytest.approx([wanted[t] for t in best], abs=1e-12)
 
 
-def test_logprobs_leave_out_what_is_ruled_out() -> None:
+def test_logprobs_leave_out_what_is_ruled_out():
     row = np.array([1.0, 2.0, 2.0, 5.0], np.float32)
     asked = SamplingParams(allowed_token_ids=(0, 1, 2), logprobs=9)
     assert [t for t, _ in token_logprob(row, sequence(asked), [], 1, ()).top] == [1, 2, 0]
     assert token_logprob(row, sequence(SamplingParams(logprobs=0)), [], 1, ()).top == ()
 
 
-def test_confidence_is_the_probability_at_the_temperature() -> None:
+def test_confidence_is_the_probability_at_the_temperature():
     row = np.log(np.array([0.7, 0.2, 0.1], np.float32))
     assert probability(row, sequence(SamplingParams()), 0) == pytest.approx(0.7, rel=1e-6)
     hot = 0.7**0.5 / (0.7**0.5 + 0.2**0.5 + 0.1**0.5)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import httpx
@@ -13,10 +14,11 @@ import pytest
 
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
-from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
+from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings, arrivals, closed, opened
+from sameseed.measure.load.outcome import Bounds, RequestOutcome, counters, read, same_texts, summarize
 from sameseed.measure.load.prompts import Shape, parse_shape
 from sameseed.measure.load.show import make_records
-from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.load.wire import Endpoint, Exchange
 from sameseed.report import schemas
 
 SETTINGS = LoadSettings((Shape(12, 4),), (LoadLevel(concurrency=2),), num_requests=3, repeat=2, warm_up=1)
@@ -38,7 +40,7 @@ class Fake:
     seen: list[dict[str, Any]] = field(default_factory=list)
     drafts: int = 0
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request):
         path = request.url.path
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "org/tiny", "max_model_len": 64}]})
@@ -65,7 +67,7 @@ class Fake:
         self.drafts += 4
         return httpx.Response(200, stream=httpx.ByteStream(self.stream(body)))
 
-    def stream(self, body: dict[str, Any]) -> bytes:
+    def stream(self, body):
         off = body.get("speculation") == "off"
         count = body["max_tokens"]
         text = "bad!" * count if off and self.wrong_when_off else "good" * count
@@ -74,7 +76,7 @@ class Fake:
             ids = {"token_ids": [i]} if body.get("return_token_ids") else {}
             last = "length" if i == count - 1 else None
             lines.append({"choices": [{"index": 0, "text": text[i], "finish_reason": last, **ids}]})
-        end: dict[str, Any] = {"choices": []}
+        end = {"choices": []}
         if self.tells_usage:
             end["usage"] = {"prompt_tokens": len(body.get("prompt", "x")), "completion_tokens": count}
             end["usage"]["prompt_tokens_details"] = {"cached_tokens": self.num_cached} if self.num_cached else None
@@ -84,17 +86,15 @@ class Fake:
         return b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in [*lines, end]) + b"data: [DONE]\n\n"
 
 
-def tick(note: str) -> None:
+def tick(note):
     """Ignores progress."""
 
 
-def arms(**on: Any) -> list[Endpoint]:
+def arms(**on):
     return [Endpoint("off", "http://fake", fields={"speculation": "off"}), Endpoint("on", "http://fake", fields=on)]
 
 
-async def measure(
-    fake: Callable[[httpx.Request], httpx.Response], settings: LoadSettings, given: list[Endpoint]
-) -> Any:
+async def measure(fake, settings, given):
     """Measure all cells; returns the bench and the records."""
     found = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
@@ -106,7 +106,7 @@ async def measure(
     return bench, found
 
 
-async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
+async def test_arms_take_turns_over_the_same_prompts_and_seeds():
     fake = Fake()
     _, records = await measure(fake, SETTINGS, arms(speculation={"policy": "fixed"}))
     sent = fake.seen[2 + 2 :]  # without one probe per arm (does the server read the field?) and the warm-up
@@ -132,12 +132,12 @@ async def test_arms_take_turns_over_the_same_prompts_and_seeds() -> None:
     assert records[1]["output_tokens_per_s"] == pytest.approx((a + b) / 2 * (c / a + d / b) / 2), "as the speed-up says"
 
 
-async def test_another_text_is_seen() -> None:
+async def test_another_text_is_seen():
     _, records = await measure(Fake(wrong_when_off=True), SETTINGS, arms())
     assert records[1]["same_texts"] == [0, 6]
 
 
-async def test_refusals_are_tried_again_and_counted() -> None:
+async def test_refusals_are_tried_again_and_counted():
     fake = Fake(busy=3)
     _, records = await measure(fake, replace(SETTINGS, warm_up=0), [Endpoint("server", "http://fake")])
     assert records[0]["retries"] == 3 and not records[0]["errors"]
@@ -148,7 +148,7 @@ async def test_refusals_are_tried_again_and_counted() -> None:
     assert records[0]["output_tokens_per_s"] == 0
 
 
-async def test_errors_stay_in_sight() -> None:
+async def test_errors_stay_in_sight():
     _, records = await measure(Fake(status=500), SETTINGS, [Endpoint("server", "http://fake")])
     assert records[0]["errors"] == {"HTTP 500": 6}
     lines = show.notes(records)
@@ -156,18 +156,18 @@ async def test_errors_stay_in_sight() -> None:
     assert show.cells(records[0])["failed"] == "6"
 
 
-async def test_a_server_that_refuses_every_request_ends_the_test() -> None:
+async def test_a_server_that_refuses_every_request_ends_the_test():
     with pytest.raises(ConfigError, match=r"refuses every request, with HTTP 400.*no such thing"):
         await measure(Fake(status=400), SETTINGS, [Endpoint("server", "http://fake")])
 
 
-async def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_loads_is_waited_for(monkeypatch):
     fake, states, slept = Fake(), [503, 503, 200], []
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         slept.append(seconds)
 
-    def loading(request: httpx.Request) -> httpx.Response:
+    def loading(request):
         if request.url.path == "/ready":
             return httpx.Response(states.pop(0) if states else 200)
         assert not states, "asked before it was ready"
@@ -178,7 +178,7 @@ async def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert not records[0]["errors"] and len(slept) == 2
 
 
-async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog):
     fake = Fake()
     async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
         bench = LoadBench(client, arms(), replace(SETTINGS, shapes=(Shape(100, 20), Shape(600, 40)), fit=True))
@@ -186,7 +186,7 @@ async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog: p
     assert [s.label for s in bench.settings.shapes] == ["10-2", "59-4"] and "scaled by 0.098" in caplog.text
 
 
-async def test_a_server_that_tells_less() -> None:
+async def test_a_server_that_tells_less():
     fake = Fake(reads_speculation=False, tokenizes=False, tells_usage=False)
     bench, records = await measure(fake, replace(SETTINGS, strict=True), [Endpoint("server", "http://fake")])
     assert not bench.tokenized and isinstance(fake.seen[0]["prompt"], str)
@@ -201,7 +201,7 @@ async def test_a_server_that_tells_less() -> None:
         await measure(fake, replace(SETTINGS, prompts="random"), [Endpoint("server", "http://fake")])
 
 
-async def test_what_cannot_be_compared_is_refused() -> None:
+async def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ConfigError, match="--baseline-url"):
         await measure(Fake(drafts_when_off=True), SETTINGS, arms())
     with pytest.raises(ConfigError, match="leave --strict out"):
@@ -217,14 +217,14 @@ async def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="API key"):
         await measure(lambda r: httpx.Response(401), SETTINGS, arms())
 
-    def nobody(request: httpx.Request) -> httpx.Response:
+    def nobody(request):
         raise httpx.ConnectError("refused")
 
     with pytest.raises(ConfigError, match=r"no server at http://fake.*is it running"):
         await measure(nobody, SETTINGS, arms())
 
 
-async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
+async def test_chat_random_tokens_and_files(tmp_path):
     fake = Fake()
     endpoint = Endpoint("server", "http://fake", chat=True)
     await measure(fake, replace(SETTINGS, prompts="random", warm_up=0), [endpoint])
@@ -240,7 +240,7 @@ async def test_chat_random_tokens_and_files(tmp_path: Path) -> None:
     assert records[0]["config"]["prompts"] == "some.jsonl" and records[0]["config"]["lengths"] == "file-4"
 
 
-async def test_an_open_level_is_recorded() -> None:
+async def test_an_open_level_is_recorded():
     level = LoadLevel(rate=500.0, burstiness=0.5)
     _, records = await measure(Fake(), replace(SETTINGS, levels=(level,)), arms())
     config = records[0]["config"]
@@ -249,7 +249,7 @@ async def test_an_open_level_is_recorded() -> None:
     assert show.cells(records[0])["load"] == "500/s"
 
 
-async def test_a_run_ends_with_its_time() -> None:
+async def test_a_run_ends_with_its_time():
     """All levels in one run, each limited by its time; the remarks say what this means for the figures."""
     levels = tuple(LoadLevel(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
     settings = replace(SETTINGS, levels=levels, num_requests=None, max_seconds=1e-9)
@@ -270,13 +270,175 @@ async def test_a_run_ends_with_its_time() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "200", "a-b", "0-5", "5-0", "-3"])
-def test_lengths_are_checked(text: str) -> None:
+def test_lengths_are_checked(text):
     with pytest.raises(ConfigError, match="IN-OUT"):
         parse_shape(text, 1.0)
 
 
 @pytest.mark.parametrize("given", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_addresses(given: str) -> None:
+def test_addresses(given):
     assert wire.base_url(given) == "http://h:1"
     with pytest.raises(ConfigError):
         wire.base_url("h:1")
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
+def test_arrivals_have_the_rate_and_the_burstiness(burstiness):
+    moments = arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    gaps = [b - a for a, b in itertools.pairwise(moments)]
+    assert moments[0] == 0 and min(gaps) >= 0
+    assert mean(gaps) == pytest.approx(1 / 50, rel=0.06)
+    # The coefficient of variation of a gamma distribution of shape b is 1 / sqrt(b); 1 for a Poisson process.
+    assert stdev(gaps) / mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.06)
+    assert moments == arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=3)
+    assert moments != arrivals(LoadLevel(rate=50.0, burstiness=burstiness), 20001, seed=4)
+
+
+async def test_closed_keeps_so_many_inside_and_the_order():
+    inside, most = 0, 0
+
+    async def send(body):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.001 * (body % 3))
+        inside -= 1
+        return body * 10
+
+    assert await closed(send, range(20), 4) == [10 * i for i in range(20)]
+    assert most == 4
+    assert await closed(send, range(2), 8) == [0, 10]
+
+
+def test_arrivals_end_with_their_time():
+    level = LoadLevel(rate=10.0)
+    whole = arrivals(level, 100, seed=3)
+    cut = arrivals(level, 100, seed=3, seconds=2.0)
+    assert cut == [moment for moment in whole if moment < 2.0] and 0 < len(cut) < 100
+    assert arrivals(level, 100, seed=3, seconds=1e-9) == [0.0]
+
+
+async def test_opened_waits_for_nobody():
+    first = asyncio.Event()
+
+    dues = []
+
+    async def send(body, due):
+        dues.append(due)
+        if body == 0:
+            await first.wait()  # answered only because later requests are sent
+        elif body == 2:
+            first.set()
+        return body
+
+    answers, late = await asyncio.wait_for(opened(send, range(3), [0.0, 0.01, 0.02]), 10)
+    assert answers == [0, 1, 2] and late >= 0
+    assert [due - dues[0] for due in dues] == pytest.approx([0.0, 0.01, 0.02]), "not when they were sent"
+
+
+@pytest.mark.parametrize("given", [{"concurrency": 0}, {"rate": 0.0}, {"rate": 1.0, "burstiness": 0.0}, {}])
+def test_levels_are_checked(given):
+    with pytest.raises(ConfigError):
+        LoadLevel(**given)
+
+
+def line(**event):
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def chunk(text, ids=None, reason=None):
+    return line(choices=[{"index": 0, "text": text, "token_ids": ids, "finish_reason": reason}])
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 6}
+SPECULATION = {"num_spec_steps": 2, "num_draft_tokens": 8, "num_accepted_draft_tokens": 4}
+
+
+def test_tokens_moments_and_metrics():
+    end = line(choices=[], usage=USAGE, metrics={"speculative_decoding": SPECULATION})
+    parts = [(1.5, chunk("a", [1])), (2.5, chunk("bc", [2, 3, 4])), (3.0, chunk("d", [5, 6], "length"))]
+    found = read(Exchange(1.0, [*parts, (9.0, end + b"data: [DONE]\n\n")], retries=2))
+    assert (found.error, found.text, found.token_ids) == (None, "abcd", [1, 2, 3, 4, 5, 6])
+    assert (found.num_output, found.counted, found.num_prompt, found.retries) == (6, "usage", 7, 2)
+    assert (found.ttft, found.latency, found.tpot) == (0.5, 2.0, 1.5 / 5)
+    assert found.gaps == [1.0, 0.5]
+    assert found.token_gaps == pytest.approx([1 / 3] * 3 + [0.25] * 2)
+    assert found.speculation == SPECULATION
+
+
+def test_an_event_in_pieces_has_the_moment_of_its_last():
+    whole = chunk("x", [1]) + chunk("y", [2], "stop")
+    cut = len(chunk("x", [1])) - 4
+    found = read(Exchange(0.0, [(1.0, whole[:cut]), (2.0, whole[cut:])]))
+    assert found.arrivals == [2.0, 2.0] and found.text == "xy" and found.error is None
+
+
+def test_without_usage_it_says_what_was_counted():
+    ids = read(Exchange(0.0, [(1.0, chunk("a", [1, 2])), (2.0, chunk("b", [3], "stop"))]))
+    assert (ids.num_output, ids.counted) == (3, "token ids")
+    chunks = read(Exchange(0.0, [(1.0, chunk("a")), (2.0, chunk("b", None, "stop"))]))
+    assert (chunks.num_output, chunks.counted, chunks.token_gaps) == (2, "chunks", None)
+
+
+def test_chat_counts_from_the_first_text():
+    role = line(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+    text = line(choices=[{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}])
+    found = read(Exchange(0.0, [(1.0, role), (2.0, text), (2.5, b"data: [DONE]\n\n")]))
+    assert found.ttft == 2.0 and found.text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "kind"),
+    [
+        ([(1.0, chunk("a"))], "cut off"),
+        ([(1.0, line(error={"message": "gone"}) + b"data: [DONE]\n\n")], "error in the stream"),
+        ([(1.0, b"data: {nonsense\n\n")], "not the API's form"),
+        ([(1.0, b"data: [DONE]\n\n")], "no token"),
+        ([(1.0, b"data: 3\n\ndata: [DONE]\n\n")], "not the API's form"),
+    ],
+)
+def test_what_goes_wrong_has_a_name(chunks, kind):
+    assert read(Exchange(0.0, chunks)).error == kind
+    assert read(Exchange(0.0, chunks, error="timeout")).error == "timeout"
+
+
+def test_summary_counts_only_what_was_completed():
+    good = RequestOutcome(10.0, [10.1, 10.3, 10.5], [1, 2, 2], 5, 20, "usage", "abc", [1, 2, 3, 4, 5])
+    slow = RequestOutcome(10.0, [11.0, 12.0], [1, 1], 2, 30, "usage", "ab", [1, 2])
+    lost = RequestOutcome(9.0, [9.5], [1], 1, error="cut off", detail="why", retries=1)
+    made = summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
+    assert made["seconds"] == pytest.approx(3.0)  # from the first request sent, completed or not
+    assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
+    assert made["output_tokens_per_s"] == pytest.approx(7 / 3)
+    assert made["goodput_requests_per_s"] == pytest.approx(1 / 3)
+    assert made["ttft_ms"]["mean"] == pytest.approx(550) and made["num_prompt_tokens"] == 50
+    assert made["tpot_ms"]["p50"] == pytest.approx((100 + 1000) / 2)
+    assert made["itl_chunk_ms"]["mean"] == pytest.approx((200 + 200 + 1000) / 3)
+    assert made["itl_token_ms"]["mean"] == pytest.approx((4 * 100 + 1000) / 5)
+    assert (made["errors"], made["error_details"], made["retries"]) == ({"cut off": 1}, ["why"], 1)
+
+
+def test_texts_are_compared_where_both_have_one():
+    a, b = RequestOutcome(0.0, text="x", token_ids=[1]), RequestOutcome(0.0, text="x", token_ids=[2])
+    untold, failed = RequestOutcome(0.0, text="x"), RequestOutcome(0.0, text="y", error="timeout")
+    assert same_texts([a, a, a, a], [a, b, untold, failed]) == (2, 3)
+    assert same_texts([a, a, a], [a]) == (1, 1), "as far as both were sent"
+
+
+PAGE = """# HELP vllm:spec_decode_num_drafts_total text
+vllm:spec_decode_num_drafts_total{model_name="m",engine="0"} 10.0
+vllm:spec_decode_num_drafts_total{model_name="m",engine="1"} 5.0
+vllm:spec_decode_num_draft_tokens_total{model_name="m"} 60.0
+llamacpp:spec_decode_num_accepted_tokens_total 20
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 12.0
+vllm:spec_decode_num_drafts_created{model_name="m"} 1.7e9
+"""
+
+
+def test_counters_of_a_metrics_page():
+    after = counters(PAGE)
+    assert after == {
+        "spec_decode_num_drafts": 15,
+        "spec_decode_num_draft_tokens": 60,
+        "spec_decode_num_accepted_tokens": 20,
+    }

@@ -1,12 +1,8 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from fixtures_quality import write_data
 
 
 @pytest.fixture(scope="session")
-def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_folder(tmp_path_factory):
     """A small evaluation set of every kind."""
     return write_data(tmp_path_factory.mktemp("data"))

@@ -13,7 +13,7 @@ from lawkit import EOS, write_model
 from sameseed import LLM
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.quality.likelihood import Scorer, TextToScore, log_likelihoods, split
-from sameseed.measure.quality.perplexity import Perplexity, perplexity, ratio, windows
+from sameseed.measure.quality.perplexity import Perplexity, mean_interval, perplexity, ratio, ratio_interval, windows
 
 TEXT = "the sum of all parts is a whole; the loop ends when the list is empty. über naïve café 你好 def add(a, b): " * 9
 
@@ -171,3 +171,26 @@ def test_a_continuation_is_cut_where_its_text_begins(llm: LLM) -> None:
     context, continuation = split(llm.tokenizer, "the su", "m")
     assert context + continuation == whole and continuation
     assert EOS not in context
+
+
+# --- intervals ---
+
+
+def test_the_interval_of_a_mean_is_near_the_normal_one() -> None:
+    scores = [1.0] * 60 + [0.0] * 140
+    low, high = mean_interval(scores, 3)
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
+    assert (low, high) == pytest.approx((0.3 - half, 0.3 + half), abs=0.012)
+
+
+def test_it_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for i in range(200):
+        low, high = ratio_interval(generator.exponential(2.0, 80).tolist(), [1.0] * 80, i, resamples=400)
+        hits += low <= 2.0 <= high
+    assert 0.87 <= hits / 200 <= 0.99
+
+
+def test_without_units_there_is_none() -> None:
+    assert mean_interval([1.0], 0) is None and ratio_interval([0.0, 0.0], [0.0, 0.0], 0) is None

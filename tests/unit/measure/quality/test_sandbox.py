@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +10,7 @@ from sameseed.measure.quality.sandbox import run, run_all
 SHORT = 1.0  # seconds
 
 
-def test_the_standard_library_works() -> None:
+def test_the_standard_library_works():
     program = """
 import collections, datetime, decimal, hashlib, heapq, itertools, math, random, re, string, typing
 assert hashlib.md5(b"Hello world").hexdigest() == "3e25960a79dbc69b674cd4ec67a72c62"
@@ -45,7 +43,7 @@ with tempfile.TemporaryDirectory() as folder:
         ("files = []\nwhile True: files.append(open('x', 'w'))", "Too many open files"),
     ],
 )
-def test_failures_have_their_reason(program: str, error: str) -> None:
+def test_failures_have_their_reason(program, error):
     outcome = run(program)
     assert not outcome.passed
     assert outcome.error is not None and error in outcome.error
@@ -61,7 +59,7 @@ def test_failures_have_their_reason(program: str, error: str) -> None:
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
     ],
 )
-def test_what_does_not_end_is_ended(program: str) -> None:
+def test_what_does_not_end_is_ended(program):
     outcome = run(program, SHORT)
     assert not outcome.passed and ("no end after" in str(outcome.error) or "signal" in str(outcome.error))
 
@@ -71,22 +69,17 @@ def test_what_does_not_end_is_ended(program: str) -> None:
     [
         "import os\nwhile True: os.fork()",
         "import os\nfor _ in range(9):\n  try: os.fork()\n  except OSError: pass\nraise SystemExit(3)",
-        "import subprocess; subprocess.run(['true'])",
-        "import os; os.system('true')",
-        "import os; os.execv('/bin/true', ['true'])",
-        "import os; os.posix_spawn('/bin/true', ['true'], {})",
+        "import subprocess; subprocess.run(['true'])", "import os; os.system('true')",
+        "import os; os.execv('/bin/true', ['true'])", "import os; os.posix_spawn('/bin/true', ['true'], {})",
         "import multiprocessing as m\np = m.Process(target=print); p.start(); p.join(); assert p.exitcode == 0",
-        "import _posixsubprocess",
-        "import ctypes; ctypes.string_at(0)",
-        "import os; os.kill(os.getppid(), 9)",
-        "import os; os.killpg(0, 9)",
-        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "import _posixsubprocess", "import ctypes; ctypes.string_at(0)", "import os; os.kill(os.getppid(), 9)",
+        "import os; os.killpg(0, 9)", "import socket; socket.create_connection(('127.0.0.1', 9))",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')",
         "import threading; threading.Thread(target=print).start()",
         "import _thread; _thread.start_new_thread(print, ())",
     ],
-)
-def test_no_processes_signals_or_network(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+)  # fmt: skip
+def test_no_processes_signals_or_network(program, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     outcome = run(program)
     assert not outcome.passed and outcome.error is not None
@@ -94,7 +87,7 @@ def test_no_processes_signals_or_network(program: str, tmp_path: Path, monkeypat
     assert alive_in(tmp_path) == []
 
 
-def alive_in(folder: Path) -> list[str]:
+def alive_in(folder):
     """Folders of processes that run in `folder` or below it (the folder may be deleted)."""
     found = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
@@ -103,13 +96,13 @@ def alive_in(folder: Path) -> list[str]:
     return [where for where in found if where.startswith(str(folder))]
 
 
-def test_threads_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_end_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run("import threading\nwhile True: threading.Thread(target=lambda: exec('while True: pass')).start()", SHORT)
     assert alive_in(tmp_path) == []
 
 
-def test_files_elsewhere_are_out_of_reach(tmp_path: Path) -> None:
+def test_files_elsewhere_are_out_of_reach(tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("keep")
     for program in (
@@ -141,13 +134,13 @@ def test_files_elsewhere_are_out_of_reach(tmp_path: Path) -> None:
     assert mine.read_text() == "keep" and sorted(os.listdir(tmp_path)) == ["mine"]
 
 
-def test_the_environment_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_cleared(monkeypatch):
     monkeypatch.setenv("A_SECRET", "x")
     program = "import os\nassert 'A_SECRET' not in os.environ and os.environ['HOME'] == os.getcwd(), os.environ"
     assert run(program).passed
 
 
-def test_success_cannot_be_told_from_outside_the_guard() -> None:
+def test_success_cannot_be_told_from_outside_the_guard():
     forged = """
 import os
 for fd in range(3, 32):
@@ -160,20 +153,20 @@ os._exit(0)
     assert not run(forged).passed
 
 
-def test_limits_hold_for_good() -> None:
+def test_limits_hold_for_good():
     program = "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))"
     assert not run(program).passed
     assert run("import resource as r; assert r.getrlimit(r.RLIMIT_NPROC) == (0, 0)").passed
 
 
-def test_its_folder_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_folder_is_gone_afterwards(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run("open('x', 'w').write('x')").passed
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_in_order() -> None:
-    ticks: list[None] = []
+def test_many_in_order():
+    ticks = []
     outcomes = run_all([f"assert {i} % 3" for i in range(7)], tick=lambda: ticks.append(None))
     assert [o.passed for o in outcomes] == [bool(i % 3) for i in range(7)]
     assert len(ticks) == 7

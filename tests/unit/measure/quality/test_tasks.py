@@ -1,9 +1,5 @@
-from __future__ import annotations
-
+import gzip
 import json
-from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_models import SHARED, need
@@ -13,23 +9,24 @@ from lawkit import write_model
 from sameseed import LLM
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import data, suite, tasks
+from sameseed.measure.quality.data import GSM8K, HUMANEVAL, TEXT
 from sameseed.measure.quality.tasks import TaskSettings
 
 Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, max_position_embeddings=4096)
     return LLM(str(folder), max_num_seqs=8)
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, module: Any, answers: Answers) -> list[str]:
+def answering(monkeypatch, module, answers):
     """Answer a task from a table instead of by a model; returns the list of prompts, which grows."""
-    asked: list[str] = []
+    asked = []
 
-    def answer(llm: LLM, prompts: Seq[Seq[int]], *rest: object) -> list[str]:
+    def answer(llm, prompts, *rest):
         texts = [llm.tokenizer.decode(p) for p in prompts]
         asked.extend(texts)
         return [next((a for end, a in answers.items() if text.endswith(end)), "") for text in texts]
@@ -41,7 +38,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, module: Any, answers: Answers) ->
 # --- HumanEval ---
 
 
-def test_humaneval_knows_right_from_wrong(data_folder: Path) -> None:
+def test_humaneval_knows_right_from_wrong(data_folder):
     rows = data.rows(data.HUMANEVAL, data_folder)
     good = [row["canonical_solution"] for row in rows]
     assert all(o.passed for o in tasks.score(rows, good))
@@ -50,7 +47,7 @@ def test_humaneval_knows_right_from_wrong(data_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [12, pytest.param(None, marks=pytest.mark.slow)])
-def test_humaneval_itself(limit: int | None) -> None:
+def test_humaneval_itself(limit):
     rows = data.take(data.read_rows(need(SHARED / "eval" / "tasks.jsonl.gz"), data.HUMANEVAL), limit)
     good = tasks.score(rows, [row["canonical_solution"] for row in rows])
     assert [row["task_id"] for row, o in zip(rows, good, strict=True) if not o.passed] == []
@@ -58,7 +55,7 @@ def test_humaneval_itself(limit: int | None) -> None:
     assert [row["task_id"] for row, o in zip(rows, bad, strict=True) if o.passed] == []
 
 
-def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
     answers = {f'Add {n} to x.\n    """\n': f"    return x + {n}\n" for n in (0, 2, 4)}
     answering(monkeypatch, tasks, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
     result = tasks.humaneval(llm, TaskSettings(data_folder))
@@ -74,7 +71,7 @@ def test_humaneval_scores_what_the_model_wrote(llm: LLM, data_folder: Path, monk
         "```python\nimport math\n\ndef helper(x):\n    return x + 3\n\ndef plus_3(x):\n    return helper(x)\n```",
     ],
 )
-def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> None:
+def test_humaneval_reads_code_blocks_of_a_chat(data_folder, text):
     row = data.rows(data.HUMANEVAL, data_folder)[3]
     assert tasks.score([row], [text], chat=True)[0].passed
 
@@ -83,22 +80,20 @@ def test_humaneval_reads_code_blocks_of_a_chat(data_folder: Path, text: str) -> 
 
 
 @pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> None:
+def harness(monkeypatch):
     """Skips tests of tasks that run through the harness where it is not installed."""
     pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def harness_answers(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> list[str]:
+def harness_answers(monkeypatch, answers):
     """The same as `answering`, behind the suite."""
     from sameseed.measure import lm_eval
 
     return answering(monkeypatch, lm_eval, answers)
 
 
-def test_gsm8k_scores_and_leaves_its_examples_out(
-    harness: None, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gsm8k_scores_and_leaves_its_examples_out(harness, llm, data_folder, monkeypatch):
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = harness_answers(monkeypatch, answers)
     result = suite.run_harness(llm, "gsm8k", TaskSettings(data_folder))
@@ -108,9 +103,7 @@ def test_gsm8k_scores_and_leaves_its_examples_out(
     assert "are examples" in result.notes[0]
 
 
-def test_gsm8k_takes_the_training_set_for_examples(
-    harness: None, llm: LLM, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gsm8k_takes_the_training_set_for_examples(harness, llm, data_folder, tmp_path, monkeypatch):
     rows = data.rows(data.GSM8K, data_folder)
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
@@ -120,18 +113,14 @@ def test_gsm8k_takes_the_training_set_for_examples(
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
 
-def test_a_short_context_cuts_the_beginning(
-    harness: None, pair_folders: tuple[Path, Path], data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_context_cuts_the_beginning(harness, pair_folders, data_folder, monkeypatch):
     asked = harness_answers(monkeypatch, {})
     result = suite.run_harness(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
 
-def test_mmlu_pro_asks_after_examples_of_its_subject(
-    harness: None, llm: LLM, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mmlu_pro_asks_after_examples_of_its_subject(harness, llm, data_folder, monkeypatch):
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
     result = suite.run_harness(llm, "mmlu_pro", TaskSettings(data_folder))
@@ -145,7 +134,7 @@ def test_mmlu_pro_asks_after_examples_of_its_subject(
 
 
 @pytest.mark.parametrize("letter", ["H", "", "AB", "a"])
-def test_a_wrong_letter_in_the_data_is_refused(harness: None, data_folder: Path, tmp_path: Path, letter: str) -> None:
+def test_a_wrong_letter_in_the_data_is_refused(harness, data_folder, tmp_path, letter):
     rows = data.rows(data.MMLU_PRO, data_folder)
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
@@ -153,9 +142,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness: None, data_folder: Path,
         suite.read_rows("mmlu_pro", TaskSettings(tmp_path))
 
 
-def test_a_subject_that_the_harness_lacks_is_refused(
-    harness: None, llm: LLM, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, tmp_path):
     for kind, name in ((data.MMLU_PRO, "test"), (data.MMLU_PRO_SHOTS, "shots")):
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
@@ -163,7 +150,7 @@ def test_a_subject_that_the_harness_lacks_is_refused(
         suite.run_harness(llm, "mmlu_pro", TaskSettings(tmp_path))
 
 
-def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
     monkeypatch.setattr("sameseed.measure.quality.suite.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
         suite.check(["gsm8k"], TaskSettings(data_folder), suite.PerplexityText())
@@ -172,8 +159,8 @@ def test_without_the_harness_the_extra_is_named(data_folder: Path, monkeypatch: 
 # --- what they share ---
 
 
-def test_all_tasks_run_on_a_model_and_report(harness: None, llm: LLM, data_folder: Path) -> None:
-    seen: dict[str, int] = {}
+def test_all_tasks_run_on_a_model_and_report(harness, llm, data_folder):
+    seen = {}
     settings = TaskSettings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
     found = suite.evaluate(
         llm, suite.NAMES, settings, suite.PerplexityText(window=64, stride=32), lambda s, d, t: seen.update({s: d})
@@ -187,19 +174,94 @@ def test_all_tasks_run_on_a_model_and_report(harness: None, llm: LLM, data_folde
     assert again.results[0].answers == found.results[1].answers
 
 
-def test_the_answer_to_a_question_does_not_depend_on_the_others(llm: LLM) -> None:
+def test_the_answer_to_a_question_does_not_depend_on_the_others(llm):
     params = tasks.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
     prompts = [llm.tokenizer.encode(t) for t in ("the sum", "the list", "the loop")]
-    done: list[int] = []
+    done = []
     texts = tasks.answer(llm, [prompts[0], [], *prompts[1:]], [params] * 4, lambda n, total: done.append(n))
     assert texts[1] == "" and done == [1, 2, 3]
     assert tasks.answer(llm, prompts[:1], [params], lambda done, total: None) == texts[:1]
 
 
-def test_text_that_differs_from_the_protocol_is_said(llm: LLM, tmp_path: Path) -> None:
+def test_text_that_differs_from_the_protocol_is_said(llm, tmp_path):
     (tmp_path / "wikitext2-test.txt").write_text("\n = <unk> = \n \n the sum of <unk> parts \n" * 8)
     found = suite.evaluate(
         llm, ["perplexity"], TaskSettings(tmp_path), suite.PerplexityText(window=8192, stride=64, tokens=90)
     )
     said = " ".join(found.notes)
     assert "clipped" in said and "<unk>" in said and "first 90 tokens" in said
+
+
+ROW = {"question": "1?", "answer": "#### 1"}
+
+
+def test_wikitext_is_joined_as_published(tmp_path):
+    # The set's rows are lines with their line ends, blank lines are empty; published figures join rows by blank lines.
+    (tmp_path / "wiki.test.raw").write_text(" \n = A = \n \n first \n second \n")
+    text, name = data.wikitext(tmp_path)
+    assert name == "wiki.test.raw"
+    assert text == "\n\n".join(["", " = A = \n", "", " first \n", " second \n"])
+
+
+def test_packed_and_plain_files_read_alike(tmp_path):
+    (tmp_path / "wikitext2-test.txt.gz").write_bytes(gzip.compress("für\r\nüber\n".encode()))
+    assert data.wikitext(tmp_path)[0] == "für\r\n\n\nüber\n"
+    write_rows(tmp_path / "gsm8k-test.jsonl.gz", [ROW, {**ROW, "question": "a\u2028b"}])
+    assert [r["question"] for r in data.rows(GSM8K, tmp_path)] == ["1?", "a\u2028b"]
+
+
+def test_text_of_rows(tmp_path):
+    write_rows(tmp_path / "x.jsonl.gz", [{"text": "one\n"}, {"text": "two"}])
+    assert data.text_of(tmp_path / "x.jsonl.gz") == "one\n\ntwo"
+    (tmp_path / "x.txt").write_text("three")
+    assert data.text_of(tmp_path / "x.txt") == "three"
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "no rows"), (b"{", "no JSON"), (b"[1]\n", "no JSON object"),
+        (b'{"question": 3, "answer": "x"}\n', "lacks 'question'"), (b'{"question": "x"}\n', "lacks 'answer'"),
+        (b"\xff\xfe", "UTF-8"), (b"[" * 100_000, "no JSON"),
+    ],
+)  # fmt: skip
+def test_odd_files_are_refused(tmp_path, content, match):
+    (tmp_path / "gsm8k-test.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=match):
+        data.rows(GSM8K, tmp_path)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"humaneval\.jsonl"):
+        data.rows(HUMANEVAL, tmp_path)
+    with pytest.raises(ConfigError, match="no folder"):
+        data.wikitext(tmp_path / "nowhere")
+
+
+def test_without_the_hub_the_error_tells_of_data(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to host\nat all")
+
+    monkeypatch.setattr("sameseed.hub.fetch", unreachable)
+    with pytest.raises(ConfigError, match=r"no route to host; give a folder .* --data"):
+        data.rows(HUMANEVAL, None)
+
+
+def test_the_hub_s_files_are_read(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    asked = []
+
+    def download(repository, file, kind):
+        asked.append((repository, file, kind))
+        rows = [{"text": ""}, {"text": " = A = \n"}] if repository == "Salesforce/wikitext" else [ROW]
+        path = tmp_path / f"{len(asked)}.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+
+    monkeypatch.setattr("sameseed.hub.fetch", download)
+    assert data.rows(GSM8K, None) == [ROW]
+    assert data.wikitext(None)[0] == "\n\n = A = \n"
+    assert asked[0] == ("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset")
+    assert TEXT.hub is not None and asked[1][:2] == TEXT.hub
