@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sameseed.models.config import ModelConfig
 from sameseed_train.model import ModelShape
-from sameseed_train.recipe import Recipe, SourceSettings
-
-if TYPE_CHECKING:
-    from sameseed_train.own import OwnRecipe
+from sameseed_train.recipe import OwnRecipe, Recipe, SourceSettings
 
 FRONT_MATTER = "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: sameseed\npipeline_tag: text-generation\n---"
 MADE = {

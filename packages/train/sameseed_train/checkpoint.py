@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sameseed.errors import ConfigError
+from sameseed.models.loader import read_config
 from sameseed.models.safetensors_file import write_model
-from sameseed_train.model import LlamaForTraining, ModelShape, llama_config
+from sameseed_train.model import LlamaForTraining, llama_config, shape_of
 from sameseed_train.optim import MuonAdamW
 
 
@@ -34,12 +35,12 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, progress: dict[st
         raise ConfigError(f"{path} cannot be written ({error}); free space on the disk, then --resume") from None
 
 
-def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The inverse of `save_tensors`. Raises ConfigError on a damaged file."""
+def read_tensors(path: Path, names: Seq[str] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The inverse of `save_tensors`; `names`: of the tensors to read (None: all). ConfigError on a damaged file."""
     try:
         with safe_open(str(path), framework="pt") as file:
             progress = json.loads((file.metadata() or {}).get("progress", "{}"))
-            names = list(file.keys())
+            names = list(file.keys()) if names is None else names
             return {name: file.get_tensor(name) for name in names}, progress
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); delete it and run again") from None
@@ -96,9 +97,9 @@ def export_model(
     write_model(folder, weights, {"config.json": config, "generation_config.json": generation})
 
 
-def load_exported(folder: Path, shape: ModelShape, device: str) -> LlamaForTraining:
+def load_exported(folder: Path, device: str) -> LlamaForTraining:
     """Load an exported model (bfloat16 weights) as float32, so that the weights which users get are measured."""
-    model = LlamaForTraining(shape, 0)
+    model = LlamaForTraining(shape_of(read_config(folder)), 0)
     weights, _ = read_tensors(folder / "model.safetensors")
     model.load_state_dict({name: w.float() for name, w in weights.items()})
     return model.to(device).eval()

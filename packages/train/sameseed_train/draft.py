@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
@@ -25,93 +24,22 @@ from sameseed_train.card import sizes
 from sameseed_train.checkpoint import export_model, load_exported
 from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
-from sameseed_train.model import LlamaForTraining, ModelShape
-from sameseed_train.own import Own, OwnRecipe, Sources, dense
+from sameseed_train.model import LlamaForTraining, shape_of
+from sameseed_train.own import Own, Sources, dense
 from sameseed_train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
-from sameseed_train.recipe import TrainSettings
+from sameseed_train.recipe import DraftRecipe, DraftSize, draft_shape
 from sameseed_train.states import TextStates
 from sameseed_train.trainer import TrainJob
 
 
-@dataclass(frozen=True)
-class DraftSize:
-    """Sizes of the draft, as in a Hugging Face config.json; 0: derived from the target's (`draft_shape`)."""
-
-    num_layers: int = 2
-    hidden_size: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-
-
-@dataclass(frozen=True)
-class DraftRecipe(OwnRecipe):
-    """Everything that determines a draft's weights, except the data and the machine's arithmetic.
-
-    `begin`: an existing model whose weights and sizes training starts from; `begin_layers`: with these of its layers
-    (empty: all). `parallel`: number of tokens to draft in one pass, over mask tokens (0: one token per pass);
-    `mask_token`: id of the masks (-1: one that no text has). `keep`, `least_kept`: a share max(keep^i, least_kept) of
-    the drafts behind i masks is trained on.
-    """
-
-    name: str = "draft"
-    begin: str = ""
-    begin_layers: tuple[int, ...] = ()
-    parallel: int = 0
-    mask_token: int = -1
-    keep: float = 0.7
-    least_kept: float = 0.2
-    size: DraftSize = field(default_factory=DraftSize)
-    argmax_weight: float = 0.5
-    train: TrainSettings = field(default_factory=lambda: TrainSettings(600, rows=12, warmup=30, decay=0.5))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.parallel != 0 and not 2 <= self.parallel <= MAX_NODES:
-            raise ConfigError(f"parallel must be 2..{MAX_NODES} tokens, or 0 for a token a pass, got {self.parallel}")
-        if not 0.0 <= self.least_kept <= self.keep <= 1.0:
-            raise ConfigError(
-                f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
-            )
-
-    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Flags that have no effect, by what they need."""
-        return [] if self.parallel else [("--parallel K", ("mask_token",))]
-
-
-def draft_shape(recipe: DraftRecipe, target: ModelConfig) -> ModelShape:
-    """The draft's sizes for a target. Raises ConfigError for impossible sizes."""
-    size = recipe.size
-    dim = size.head_dim or target.head_dim
-    hidden = size.hidden_size or target.hidden_size // 2
-    kv_heads = size.num_kv_heads or max(1, target.num_kv_heads // 2)
-    heads = size.num_heads or kv_heads * (target.num_heads // target.num_kv_heads)
-    if min(size.num_layers, hidden, dim, kv_heads, heads) < 1 or dim % 2 or heads % kv_heads:
-        raise ConfigError(
-            f"a draft of {size.num_layers} layers, {heads} heads and {kv_heads} KV heads of {dim} is no model: sizes "
-            "must be at least 1, head_dim even, num_heads a multiple of num_kv_heads"
-        )
-    return ModelShape(
-        vocab_size=target.vocab_size,
-        hidden_size=hidden,
-        num_layers=size.num_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        intermediate_size=size.intermediate_size or 8 * hidden // 3,
-        max_positions=target.max_model_len,
-    )
-
-
-def run_draft(recipe: DraftRecipe, sources: Sources, out: Path, shape: ModelShape | None = None, **how: Any) -> Trained:
+def run_draft(recipe: DraftRecipe, sources: Sources, out: Path, **how: Any) -> Trained:
     """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
 
-    `shape`: its sizes, in place of the recipe's. `how`: see `learning.learn`.
+    `how`: see `learning.learn`.
     """
     if sources.measure is not None and recipe.parallel:
         raise ConfigError("a draft in parallel is not measured here; leave --measure out, use sameseed bench --prompts")
-    return learn(recipe, sources, out, partial(DraftLearner, recipe, shape), **how)
+    return learn(recipe, sources, out, partial(DraftLearner, recipe), **how)
 
 
 class DraftLearner:
@@ -120,10 +48,10 @@ class DraftLearner:
     name = "draft"
     layers: tuple[int, ...] = ()
 
-    def __init__(self, recipe: DraftRecipe, shape: ModelShape | None, folder: Path, target: ModelConfig) -> None:
+    def __init__(self, recipe: DraftRecipe, folder: Path, target: ModelConfig) -> None:
         """`folder`: the target's. Raises ConfigError for settings that do not suit it."""
         self._recipe, self._folder, self._config = recipe, folder, target
-        self.model, mask = begin_draft(recipe, target, shape)
+        self.model, mask = begin_draft(recipe, target)
         mask = mask_of(mask, folder, target) if recipe.parallel else -1
         self._masks = MaskSettings(max(1, recipe.parallel), mask, recipe.keep, recipe.least_kept)
         self.measured = not recipe.parallel
@@ -163,7 +91,7 @@ class DraftLearner:
 
         Accepted tokens equal the text, so a draft depends on its place alone: one pass tells all.
         """
-        draft = load_exported(folder, self.model.shape, str(own.target.device))
+        draft = load_exported(folder, str(own.target.device))
 
         def right(text: TextStates) -> Right:
             best = draft(text.ids[None, :-1].long().to(draft.device))[0].argmax(-1).cpu()
@@ -196,15 +124,13 @@ def components(embedding: Tensor, weight: Tensor) -> None:
     embedding[:, :width] = weight @ basis.flip(1)[:, :width].to(weight.dtype)
 
 
-def begin_draft(
-    recipe: DraftRecipe, target: ModelConfig, shape: ModelShape | None = None
-) -> tuple[LlamaForTraining, int]:
+def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTraining, int]:
     """A new draft or the one that `recipe.begin` names; and the requested mask id, else the draft's own, else -1.
 
     Raises ConfigError for a draft that cannot be trained here.
     """
     if not recipe.begin:
-        return LlamaForTraining(shape or draft_shape(recipe, target), recipe.seed), recipe.mask_token
+        return LlamaForTraining(draft_shape(recipe, shape_of(target)), recipe.seed), recipe.mask_token
     if recipe.size != DraftSize():
         raise ConfigError(f"--begin {recipe.begin} has sizes of its own; leave out those of the recipe, or --begin")
     folder = resolve_model(recipe.begin)
@@ -222,9 +148,8 @@ def begin_draft(
     layers = recipe.begin_layers or range(c.num_layers)
     if not all(0 <= j < c.num_layers for j in layers):
         raise ConfigError(f"begin_layers {list(layers)}: --begin {recipe.begin} has layers 0 to {c.num_layers - 1}")
-    widths = (c.hidden_size, len(layers), c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size)
     longest = min(c.max_model_len, target.max_model_len)
-    draft = LlamaForTraining(ModelShape(c.vocab_size, *widths, c.rms_eps, c.rope.theta, longest), recipe.seed)
+    draft = LlamaForTraining(replace(shape_of(c), num_layers=len(layers), max_positions=longest), recipe.seed)
     with torch.no_grad(), open_checkpoint(folder) as source:
         source.check(c)
         for own_name, weight in draft.named_parameters():

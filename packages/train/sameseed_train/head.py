@@ -70,7 +70,7 @@ class HeadLearner:
         head, recipe, target = self.model, self._recipe, own.target
         columns = own.columns(self.config.captures(own.num_layers))
         embedding = dense(target.ops, target.weights.embedding)
-        ids = frequent_tokens(own.texts, own.num_first, self.config.draft_vocab_size, len(embedding))
+        ids = frequent_tokens(own.texts, own.begun["num_texts"], self.config.draft_vocab_size, len(embedding))
         self._ids = None if ids is None else ids.to(device)
         self._signs = target_facts(self._folder, target)
         self.facts = {"layers": self.layers, "embedding": target.weights.embedding.format}

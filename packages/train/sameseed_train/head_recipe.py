@@ -13,8 +13,7 @@ from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import BlockConfig, HeadConfig
 from sameseed.scheme import QuantScheme
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import OwnRecipe
-from sameseed_train.recipe import TrainSettings
+from sameseed_train.recipe import OwnRecipe, TrainSettings
 
 
 @dataclass(frozen=True)

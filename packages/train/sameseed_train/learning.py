@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_tokenizer
 from sameseed.scheme import cache_format
 from sameseed_train.card import write_own_card
-from sameseed_train.own import Own, OwnRecipe, Sources, check_run, write_all
+from sameseed_train.own import Own, Sources, check_run, write_all
 from sameseed_train.prompts import Prompt, held_out, recipe_held_out
+from sameseed_train.recipe import OwnRecipe
 from sameseed_train.states import Seed, StoredTexts, TextStates, collect, digest_of
 from sameseed_train.trainer import Log, TrainJob, train
 
@@ -80,7 +81,7 @@ def learn(
 
     The model is also written, and measured on held-out prompts, on the way: at `FIRST_MEASURED` updates and whenever
     their number has doubled. With `resume`, existing texts are kept and training continues from its last checkpoint;
-    then only the settings in `resume.EDITABLE` may differ from the first run, `train.steps` among them. `stop_after`
+    then only the settings in `own.EDITABLE` may differ from the first run, `train.steps` among them. `stop_after`
     ends the run with a checkpoint after that many steps, like an interruption. `measured_tokens`: of a text on which
     acceptance is measured, at most. Raises ConfigError or ModelLoadError with the remedy.
     """
@@ -91,7 +92,7 @@ def learn(
     longest = max((len(ids) for ids, _ in prompts), default=0) + measured_tokens
     how: dict[str, Any] = {"longest": longest, "backend": backend, "device": device, "quiet": quiet}
     own = write_all(recipe, sources, folder, learner.layers, learner.name, log, **how)
-    job = learner.job(own, out, device)
+    job = replace(learner.job(own, out, device), begun=own.begun)
     seeds = [Seed(ids, measured_tokens) for ids, _ in prompts]
     texts = continued(own, seeds, out / "held-out") if seeds else None
     progress: dict[str, Any] = {}

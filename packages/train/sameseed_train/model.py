@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ class ModelShape:
     rms_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_positions: int = 2048
+
+
+def shape_of(c: ModelConfig) -> ModelShape:
+    """The sizes of a model with this config."""
+    sizes = {f.name: getattr(c, f.name) for f in fields(ModelShape) if hasattr(c, f.name)}
+    return ModelShape(**sizes, rope_theta=c.rope.theta, max_positions=c.max_model_len)
 
 
 def llama_config(shape: ModelShape | ModelConfig, max_positions: int, theta: float) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import QuantTensor, cache_format
+from sameseed_train.checkpoint import read_tensors
 from sameseed_train.prompts import file_seeds, recipe_seeds
-from sameseed_train.recipe import SourceSettings, TextSettings, TrainSettings, load_recipe, read_table
-from sameseed_train.resume import settle, write_record
+from sameseed_train.recipe import OwnRecipe
 from sameseed_train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
 from sameseed_train.trainer import Log, checkpoint_path, progress_bar
 
@@ -27,48 +28,12 @@ from sameseed_train.trainer import Log, checkpoint_path, progress_bar
 # four steps on them take about 0.8 GB at a width of 576. A GPU needs more rows at once.
 PART_ROWS, GPU_ROWS = 2048, 32768
 LEARNED = 2  # a text needs at least this many tokens of the target, so that one row is trained on
-
-
-@dataclass(frozen=True)
-class OwnRecipe:
-    """The settings that recipes of heads and drafts share.
-
-    `source`: where prompts come from; `mixture`: a pair's recipe, in the folder of this one, that has them instead.
-    `format`, `kv_format`: formats of the target's weights and KV cache. `batch`: texts that are written together.
-    `states_gb`: most gigabytes of the target's states that are kept on the disk. `threads` 0: the defaults of torch and
-    the backend.
-    """
-
-    name: str = ""
-    seed: int = 1
-    target: str = ""
-    format: str = "auto"
-    kv_format: str = "auto"
-    mixture: str = ""
-    source: tuple[SourceSettings, ...] = ()
-    batch: int = 32
-    states_gb: float = 20.0
-    threads: int = 0
-    texts: TextSettings = field(default_factory=TextSettings)
-    train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
-    note: str = ""
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"batch must be at least 1, got {self.batch}")
-        if self.train.compile:
-            raise ConfigError("train.compile is for a pair: here the rows of every step are of another length")
-
-
-R = TypeVar("R", bound=OwnRecipe)
-
-
-def load_own_recipe(kind: type[R], path: Path | None) -> R:
-    """Read and check a recipe; None: all defaults. Raises ConfigError naming the key and the remedy."""
-    if path is None:
-        return kind()
-    recipe: R = read_table(kind, path)
-    return replace(recipe, source=load_recipe(path.parent / recipe.mixture).source) if recipe.mixture else recipe
+# Settings that may change before a resume: duration, learning rates, threads and batch, and the text of the card.
+# `texts.num_texts` may only grow. The path of the prompts may change, but not the prompts themselves.
+EDITABLE = {
+    *("name", "note", "store", "threads", "batch", "mixture", "source", "states_gb", "texts.num_texts", "train.steps"),
+    *("train.checkpoint_minutes", "train.optim.matrix_lr", "train.optim.lr"),
+}
 
 
 @dataclass(frozen=True)
@@ -132,14 +97,49 @@ def dense(backend: ops.Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
     return scheme.get(plain.format).decode(plain).float()
 
 
+def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[Seed]) -> dict[str, Any]:
+    """What a run began with, to be kept in its checkpoint: that of the checkpoint if there is one.
+
+    `layers`: of the target, that are read; `seeds` of the texts, which may be more than in the first run. Raises
+    ConfigError where the checkpoint is of other settings or prompts, or of more texts.
+    """
+    settings = {name: value for name, value in flat(asdict(recipe)).items() if name not in EDITABLE}
+    now = {"settings": {**settings, "layers": list(layers)}, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
+    if not checkpoint.exists():
+        return now
+    begun: dict[str, Any] = read_tensors(checkpoint, ())[1].get("begun") or {"settings": {}, "num_texts": 0}
+    then, first = begun["settings"], begun["num_texts"]
+    changed = [f"{n} {then[n]} (now {value})" for n, value in now["settings"].items() if n in then and then[n] != value]
+    if not first:
+        wrong = "in another way"
+    elif changed:
+        wrong = f"with other settings: {', '.join(changed)}; restore them (may change: {', '.join(sorted(EDITABLE))})"
+    elif len(seeds) < first:
+        wrong = f"on {first} texts; --num-texts may grow on a resume, not fall to {len(seeds)}: leave it"
+    elif digest_of(list(seeds[:first])) != begun["seeds"]:
+        wrong = "on texts of other prompts; give the same --prompts or --data to go on"
+    else:
+        return begun
+    raise ConfigError(f"{checkpoint} was trained {wrong}, or train anew with another --out")
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings flattened to dotted names, with values as JSON reads them back."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: json.loads(json.dumps(value))}
+    return found
+
+
 @dataclass(frozen=True)
 class Own:
-    """The target in the recipe's format, its texts, the number of texts in the first run, and a reader of states."""
+    """The target in the recipe's format, its texts, what the run began with (`settle`), and a reader of states."""
 
     recipe: OwnRecipe
     target: Decoder
     texts: StoredTexts
-    num_first: int
+    begun: dict[str, Any]
     states: States
 
     @property
@@ -189,7 +189,6 @@ def write_all(
         torch.set_num_threads(recipe.threads)
         ops.set_num_threads(recipe.threads)
     target = load_model(folder, ops.resolve(backend, device), target_scheme(recipe.format, folder), None, device)
-    write_record(begun, checkpoint)
     cache, captures = cache_format(recipe.kv_format, target.weights.dense), tuple(i - 1 for i in layers)
     how = (recipe.target, recipe.format, cache)
     texts, paths = out / "texts" / digest_of((*how, recipe.seed)), list[Path]()
@@ -203,4 +202,4 @@ def write_all(
             paths.append(path)
             log.write(stage="texts", texts=done)
             bar.update(task, completed=done)
-    return Own(recipe, target, StoredTexts(paths), begun["num_texts"], states)
+    return Own(recipe, target, StoredTexts(paths), begun, states)

@@ -18,14 +18,13 @@ from sameseed.models.loader import load_tokenizer
 from sameseed_train import data as corpus
 from sameseed_train.card import write_pair_cards
 from sameseed_train.checkpoint import export_model, load_exported, read_tensors, save_tensors
-from sameseed_train.draft import DraftRecipe, run_draft
+from sameseed_train.draft import run_draft
 from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Trained
 from sameseed_train.measure import continued, perplexity, plot_losses, repetition, right_sums, write_prompts
 from sameseed_train.model import LlamaForTraining
 from sameseed_train.own import Sources
 from sameseed_train.prompts import recipe_seeds
 from sameseed_train.recipe import Recipe, TextSettings
-from sameseed_train.resume import record_path
 from sameseed_train.states import TextStates
 from sameseed_train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
 from sameseed_train.trainer import Log, TrainJob, checkpoint_path, train
@@ -53,7 +52,7 @@ def run_stages(
 
     def stage(job: TrainJob) -> None:
         """Train the target and export it; before more steps, what learned from its earlier weights is deleted."""
-        if not job.checkpoint.exists() or read_tensors(job.checkpoint)[1]["step"] < job.settings.steps:
+        if not job.checkpoint.exists() or read_tensors(job.checkpoint, ())[1]["step"] < job.settings.steps:
             forget(out, LATER[job.name])
         results[job.name] = train(job, log, quiet=quiet)
         export_model(model, out / "target", begin, (end,), pad)
@@ -68,10 +67,7 @@ def run_stages(
     prompts = write_prompts(recipe, documents, out, min(CHAT_CHARACTERS, context - new_tokens - TEMPLATE))
     draft = draft_stage(recipe, data, out, device=device, quiet=quiet, measured_tokens=new_tokens)
     assert draft.measured is not None
-    shapes = {"target": recipe.target.shape, "draft": recipe.draft.shape}
-    if recipe.draft.layers:
-        shapes["draft"] = replace(recipe.target.shape, num_layers=len(recipe.draft.layers))
-    models = {name: load_exported(out / name, shape, device) for name, shape in shapes.items()}
+    models = {name: load_exported(out / name, device) for name in ("target", "draft")}
     schedule = recipe.target.train
     results |= {
         "recipe": recipe.name,
@@ -163,23 +159,15 @@ def loop_texts(recipe: Recipe, data: Path, out: Path, device: str) -> list[TextS
 
 def draft_stage(recipe: Recipe, data: Path, out: Path, **how: Any) -> Trained:
     """The draft learns the target's distribution on texts that the target generates, as in `sameseed train draft`."""
-    draft, r = recipe.draft, recipe.draft.rollouts
-    own = DraftRecipe(
+    target = str(out / "target")
+    own = replace(
+        recipe.draft,
         name=f"{recipe.name}: draft",
         seed=recipe.seed,
-        target=str(out / "target"),
-        begin=str(out / "target") if draft.layers else "",
-        begin_layers=draft.layers,
+        target=target,
+        begin=target if recipe.draft.begin_layers else "",
         source=recipe.source,
-        batch=r.batch,
         threads=recipe.threads,
-        texts=TextSettings(r.num_prompts, r.prompt_tokens, r.new_tokens, r.greedy, r.temperature, draft.corpus_share),
-        train=replace(draft.train, compile=False),  # its texts have many lengths
-        argmax_weight=draft.argmax_weight,
         note=recipe.note,
     )
-    checkpoint = checkpoint_path(out, "draft")
-    if not record_path(checkpoint).exists():  # of a version whose drafts learned from packed rows
-        checkpoint.unlink(missing_ok=True)
-    sources = Sources(data=data, measure=out / "prompts_heldout.jsonl")
-    return run_draft(own, sources, out, shape=draft.shape, resume=True, **how)
+    return run_draft(own, Sources(data=data, measure=out / "prompts_heldout.jsonl"), out, resume=True, **how)

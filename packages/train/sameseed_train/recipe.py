@@ -1,4 +1,4 @@
-"""The recipe of a pair: one .toml file, read into frozen dataclasses; a wrong key is reported with the nearest name."""
+"""Recipes: .toml files, read into frozen dataclasses. A wrong key is reported with the nearest name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sameseed import fields
+from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError, nearest
 from sameseed.fields import within
 from sameseed_train.model import ModelShape
@@ -19,6 +20,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+R = TypeVar("R", bound="OwnRecipe")
 ENDLESS = ("sums", "records")  # kinds of generated text, without end
 MADE = ("stdlib", *ENDLESS)  # kinds that read no file of the data folder
 KINDS = ("chat", "dialog", "text", *MADE)
@@ -101,6 +103,108 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
+class OwnRecipe:
+    """The settings that recipes of heads and drafts share.
+
+    `source`: where prompts come from; `mixture`: a pair's recipe, in the folder of this one, that has them instead.
+    `format`, `kv_format`: formats of the target's weights and KV cache. `batch`: texts that are written together.
+    `states_gb`: most gigabytes of the target's states that are kept on the disk. `threads` 0: the defaults of torch and
+    the backend.
+    """
+
+    name: str = ""
+    seed: int = 1
+    target: str = ""
+    format: str = "auto"
+    kv_format: str = "auto"
+    mixture: str = ""
+    source: tuple[SourceSettings, ...] = ()
+    batch: int = 32
+    states_gb: float = 20.0
+    threads: int = 0
+    texts: TextSettings = field(default_factory=TextSettings)
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {self.batch}")
+        if self.train.compile:
+            raise ConfigError("train.compile is for a pair: here the rows of every step are of another length")
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Sizes of the draft, as in a Hugging Face config.json; 0: derived from the target's (`draft_shape`)."""
+
+    num_layers: int = 2
+    hidden_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+
+
+@dataclass(frozen=True)
+class DraftRecipe(OwnRecipe):
+    """Everything that determines a draft's weights, except the data and the machine's arithmetic.
+
+    `begin`: an existing model whose weights and sizes training starts from; `begin_layers`: with these of its layers
+    (empty: all). `parallel`: number of tokens to draft in one pass, over mask tokens (0: one token per pass);
+    `mask_token`: id of the masks (-1: one that no text has). `keep`, `least_kept`: a share max(keep^i, least_kept) of
+    the drafts behind i masks is trained on.
+    """
+
+    name: str = "draft"
+    begin: str = ""
+    begin_layers: tuple[int, ...] = ()
+    parallel: int = 0
+    mask_token: int = -1
+    keep: float = 0.7
+    least_kept: float = 0.2
+    size: DraftSize = field(default_factory=DraftSize)
+    argmax_weight: float = 0.5
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(600, rows=12, warmup=30, decay=0.5))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel != 0 and not 2 <= self.parallel <= MAX_NODES:
+            raise ConfigError(f"parallel must be 2..{MAX_NODES} tokens, or 0 for a token a pass, got {self.parallel}")
+        if not 0.0 <= self.least_kept <= self.keep <= 1.0:
+            raise ConfigError(
+                f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
+            )
+
+    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Flags that have no effect, by what they need."""
+        return [] if self.parallel else [("--parallel K", ("mask_token",))]
+
+
+def draft_shape(recipe: DraftRecipe, target: ModelShape) -> ModelShape:
+    """The draft's sizes for a target. Raises ConfigError for impossible sizes."""
+    size = recipe.size
+    dim = size.head_dim or target.head_dim
+    hidden = size.hidden_size or target.hidden_size // 2
+    kv_heads = size.num_kv_heads or max(1, target.num_kv_heads // 2)
+    heads = size.num_heads or kv_heads * (target.num_heads // target.num_kv_heads)
+    if min(size.num_layers, hidden, dim, kv_heads, heads) < 1 or dim % 2 or heads % kv_heads:
+        raise ConfigError(
+            f"a draft of {size.num_layers} layers, {heads} heads and {kv_heads} KV heads of {dim} is no model: sizes "
+            "must be at least 1, head_dim even, num_heads a multiple of num_kv_heads"
+        )
+    return ModelShape(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        num_layers=size.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        intermediate_size=size.intermediate_size or 8 * hidden // 3,
+        max_positions=target.max_positions,
+    )
+
+
+@dataclass(frozen=True)
 class UnlikelihoodSettings:
     """Training against repetition: the target continues prompts greedily and unlearns the tokens that it repeats."""
 
@@ -113,33 +217,11 @@ class UnlikelihoodSettings:
 
 
 @dataclass(frozen=True)
-class RolloutSettings:
-    """The texts of the draft's training: continuations of training prompts by the target, or documents."""
-
-    num_prompts: int  # texts
-    prompt_tokens: int = 200
-    new_tokens: int = 160
-    batch: int = 64
-    greedy: float = 0.75  # share of prompts continued greedily; the others are sampled
-    temperature: float = 0.8
-
-
-@dataclass(frozen=True)
 class ModelSettings:
     """The target: its size and its training."""
 
     shape: ModelShape
     train: TrainSettings
-
-
-@dataclass(frozen=True)
-class DraftSettings(ModelSettings):
-    """The draft: its size, its training, and its training data."""
-
-    rollouts: RolloutSettings
-    corpus_share: float = 0.25  # share of texts that are documents; the others are the target's own
-    argmax_weight: float = 0.5  # cross entropy on the target's argmax, beside the KL divergence
-    layers: tuple[int, ...] = ()  # one layer of the target per draft layer, to initialize from; empty: random
 
 
 @dataclass(frozen=True)
@@ -151,7 +233,7 @@ class Recipe:
     source: tuple[SourceSettings, ...]
     tokenizer: TokenizerSettings
     target: ModelSettings
-    draft: DraftSettings
+    draft: DraftRecipe  # its name, seed, target, sources, threads and note are those of the pair
     unlikelihood: UnlikelihoodSettings | None = None
     threads: int = 0  # 0: torch's default
     valid_file: str = "valid.jsonl.gz"
@@ -159,36 +241,37 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe. Raises ConfigError naming the key and the remedy."""
+    """Read and check a pair's recipe. Raises ConfigError naming the key and the remedy."""
     recipe, where = read_table(Recipe, path), path.name
-    if not recipe.source:
-        raise ConfigError(f"{where}: no [[source]]; name at least one")
-    for name, settings in (("target", recipe.target), ("draft", recipe.draft)):
-        shape = settings.shape
-        for wrong, words in (
-            (shape.vocab_size != recipe.tokenizer.vocab_size, "shape.vocab_size must equal tokenizer.vocab_size"),
-            (shape.num_heads % shape.num_kv_heads, "shape.num_heads must be a multiple of num_kv_heads"),
-            (shape.head_dim % 2, "shape.head_dim must be even"),
-            (settings.train.row_tokens > shape.max_positions, "train.row_tokens exceeds shape.max_positions"),
-        ):
-            if wrong:
-                raise ConfigError(f"{where}: {name}.{words}")
-    _check_layers(recipe, where)
+    shape, train, draft = recipe.target.shape, recipe.target.train, recipe.draft
+    for wrong, words in (
+        (not recipe.source, "no [[source]]; name at least one"),
+        (shape.vocab_size != recipe.tokenizer.vocab_size, "target.shape.vocab_size must equal tokenizer.vocab_size"),
+        (shape.num_heads % shape.num_kv_heads, "target.shape.num_heads must be a multiple of num_kv_heads"),
+        (shape.head_dim % 2, "target.shape.head_dim must be even"),
+        (train.row_tokens > shape.max_positions, "target.train.row_tokens exceeds shape.max_positions"),
+        (draft.parallel, "draft.parallel is for `sameseed train draft`; leave it out"),
+        (
+            not all(0 <= j < shape.num_layers for j in draft.begin_layers),
+            f"draft.begin_layers names layers of the target, 0 to {shape.num_layers - 1}",
+        ),
+        (
+            draft.begin_layers and draft.size != DraftSize(),
+            "draft.begin_layers gives the draft its sizes; leave out [draft.size]",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"{where}: {words}")
+    draft_shape(draft, shape)
     return recipe
 
 
-def _check_layers(recipe: Recipe, where: str) -> None:
-    """Raise ConfigError unless the draft can be initialized from the target's layers in `draft.layers`."""
-    layers, own, its = recipe.draft.layers, recipe.draft.shape, recipe.target.shape
-    if not layers:
-        return
-    if len(layers) != own.num_layers or not all(0 <= j < its.num_layers for j in layers):
-        raise ConfigError(
-            f"{where}: draft.layers names one layer of the target, 0 to {its.num_layers - 1}, for each of the draft's "
-            f"{own.num_layers}"
-        )
-    if replace(own, num_layers=its.num_layers) != its:
-        raise ConfigError(f"{where}: draft.layers needs a draft of the target's sizes in all but num_layers")
+def load_own_recipe(kind: type[R], path: Path | None) -> R:
+    """Read and check the recipe of a head or a draft; None: all defaults. Raises ConfigError as `load_recipe`."""
+    if path is None:
+        return kind()
+    recipe: R = read_table(kind, path)
+    return replace(recipe, source=load_recipe(path.parent / recipe.mixture).source) if recipe.mixture else recipe
 
 
 def recipe_file(path: Path) -> Path:

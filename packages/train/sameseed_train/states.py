@@ -143,7 +143,7 @@ def collect(
     while done < len(seeds):
         path = folder / f"{number:04}.safetensors"
         if path.exists():
-            said = read_tensors(path)[1]
+            said = read_tensors(path, ())[1]
             own = list(seeds[done : done + int(said["texts"])])
             if said["seeds"] != digest_of(own):
                 raise ConfigError(f"{path} holds texts of other prompts; take another --out, or delete the folder")

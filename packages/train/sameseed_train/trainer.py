@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ class TrainJob:
     loss: Callable[[Any], Tensor]  # batch -> a scalar
     folder: Path
     count: Callable[[Any], int] = lambda rows: rows[:, 1:].numel()  # tokens that a batch trains on
+    begun: Mapping[str, Any] | None = None  # what the run began with, kept in the checkpoint
 
     @property
     def checkpoint(self) -> Path:
@@ -155,6 +156,7 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
     progress: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0, "loss": 0.0}
     if job.checkpoint.exists():
         progress = load_checkpoint(job.checkpoint, job.model, optimizer)
+        progress.pop("begun", None)
     last = min(settings.steps, stop_after if stop_after is not None else settings.steps)
     job.model.train()
     saved = time.monotonic()
@@ -164,9 +166,9 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
             progress, rate = one_step(job, optimizer, progress, log)
             bar.update(task, completed=progress["step"], said=f"loss {progress['loss']:.3f}  {rate:.0f} tokens/s")
             if time.monotonic() - saved > 60 * settings.checkpoint_minutes:
-                save_checkpoint(job.checkpoint, job.model, optimizer, progress)
+                save_checkpoint(job.checkpoint, job.model, optimizer, {**progress, "begun": job.begun})
                 saved = time.monotonic()
-    save_checkpoint(job.checkpoint, job.model, optimizer, progress)
+    save_checkpoint(job.checkpoint, job.model, optimizer, {**progress, "begun": job.begun})
     if interrupts:
         raise KeyboardInterrupt
     return progress

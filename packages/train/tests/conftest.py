@@ -77,15 +77,16 @@ rows = 2
 row_tokens = 64
 warmup = 1
 
-[draft.shape]
-vocab_size = 320
+[draft]
+batch = 8
+
+[draft.size]
 hidden_size = 16
 num_layers = 1
 num_heads = 2
 num_kv_heads = 1
 head_dim = 8
 intermediate_size = 24
-max_positions = 512
 
 [draft.train]
 steps = 8
@@ -93,11 +94,12 @@ rows = 4
 row_tokens = 64
 warmup = 3
 
-[draft.rollouts]
-num_prompts = 20
+[draft.texts]
+num_texts = 20
 prompt_tokens = 40
 new_tokens = 12
-batch = 8
+corpus_share = 0.25
+greedy = 0.75
 """
 
 

@@ -16,11 +16,11 @@ from sameseed import devices, ops
 from sameseed.errors import ConfigError
 from sameseed_train import measure, run, trainer
 from sameseed_train.checkpoint import read_tensors
-from sameseed_train.draft import DraftRecipe, run_draft
+from sameseed_train.draft import run_draft
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.own import Sources
-from sameseed_train.recipe import TextSettings, TrainSettings
+from sameseed_train.recipe import DraftRecipe, TextSettings, TrainSettings
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_pair_is_trained_there(
     recipe_path: Path, data: Path, tmp_path: Path, away: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = {"steps = 12": "steps = 3", "steps = 8": "steps = 2", "num_prompts = 20": "num_prompts = 4"}
+    steps = {"steps = 12": "steps = 3", "steps = 8": "steps = 2", "num_texts = 20": "num_texts = 4"}
     text = recipe_path.read_text()
     for old, new in steps.items():
         text = text.replace(old, new)

@@ -35,13 +35,10 @@ def test_the_projects_own_recipes_are_valid(name: str) -> None:
         ("row_tokens = 64", "row_tokens = 1024", "exceeds shape.max_positions"),
         ("seed = 3", "seed = = 3", "no valid TOML"),
         ("warmup = 3", "warmup = 3\ndecay = 1.5", "decay must lie in 0..1"),
-        ("[draft.shape]", "[draft]\nlayers = [0, 1]\n[draft.shape]", "0 to 1, for each of the draft's 1"),
-        ("[draft.shape]", "[draft]\nlayers = [2]\n[draft.shape]", "names one layer of the target, 0 to 1"),
-        (
-            "[draft.shape]",
-            "[draft]\nlayers = [1]\n[draft.shape]",
-            "a draft of the target's sizes in all but num_layers",
-        ),
+        ("[draft]", "[draft]\nbegin_layers = [2]", "layers of the target, 0 to 1"),
+        ("[draft]", "[draft]\nbegin_layers = [1]", "leave out .draft.size"),
+        ("[draft]", "[draft]\nparallel = 4", "train draft"),
+        ("num_heads = 2\nnum_kv_heads = 1", "num_heads = 3\nnum_kv_heads = 2", "num_kv_heads"),
     ],
 )
 def test_bad_recipe(recipe_path: Path, old: str, new: str, message: str) -> None:

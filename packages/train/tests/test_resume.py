@@ -13,6 +13,7 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from sameseed.errors import ConfigError
+from sameseed_train.checkpoint import read_tensors, save_tensors
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.optim import OptimSettings
@@ -94,11 +95,9 @@ def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
     assert f"## Limits\n\n{words}\n" in (head / "README.md").read_text()
 
 
-@pytest.mark.parametrize("content", [None, "{"])
-def test_a_checkpoint_without_a_record_is_refused(folder: Path, begun: Path, content: str | None) -> None:
-    (begun / "head.run.json").unlink()
-    if content is not None:
-        (begun / "head.run.json").write_text(content)
+def test_a_checkpoint_that_does_not_say_what_it_began_with_is_refused(folder: Path, begun: Path) -> None:
+    tensors, progress = read_tensors(begun / "head.checkpoint.safetensors")
+    save_tensors(tensors, begun / "head.checkpoint.safetensors", {**progress, "begun": None})
     with pytest.raises(ConfigError, match="train anew"):
         train_head(folder, begun)
 
