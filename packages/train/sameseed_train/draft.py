@@ -55,6 +55,7 @@ class DraftLearner:
         mask = mask_of(mask, folder, target) if recipe.parallel else -1
         self._masks = MaskSettings(max(1, recipe.parallel), mask, recipe.keep, recipe.least_kept)
         self.measured = not recipe.parallel
+        self.about = f"Llama draft for `{recipe.target}`: {sizes(self.model.shape)}, the target's tokenizer"
 
     def job(self, own: Own, out: Path, device: str) -> TrainJob:
         """The draft's training: KL(target || draft) + argmax_weight * CE on the target's argmax."""
@@ -98,23 +99,6 @@ class DraftLearner:
             return [(best == text.ids[1:])[text.num_given :].tolist()] * NUM_DRAFT_TOKENS
 
         return right
-
-    def about(self, results: dict[str, Any]) -> str:
-        """What the draft is, and its loss."""
-        recipe = self._recipe
-        begun = f" It began with the weights of `{recipe.begin}`." if recipe.begin else ""
-        parallel = ""
-        if recipe.parallel:
-            parallel = (
-                f" It drafts up to {recipe.parallel} tokens in one pass, over mask tokens (PARD: An et al., 2025); of "
-                f"drafts behind i masks a share max({recipe.keep:g}^i, {recipe.least_kept:g}) was trained on."
-            )
-        return (
-            f"Llama draft for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters: "
-            f"{sizes(self.model.shape)}, the target's tokenizer, tied embeddings, bfloat16.{parallel}\n\n"
-            f"Loss: KL(target || draft) plus {recipe.argmax_weight:g} times the cross entropy on the target's argmax."
-            f"{begun}"
-        )
 
 
 def components(embedding: Tensor, weight: Tensor) -> None:

@@ -64,6 +64,9 @@ class HeadLearner:
         self.config = head_config(recipe, target, mask)
         self.layers = self.config.aux_layers or ()
         self.model = new_head(self.config, recipe.seed)
+        kind = "Block head" if recipe.kind == "block" else "EAGLE-3 head (Li et al., 2025)"
+        tokens = f"{self.config.draft_vocab_size} of the target's {target.vocab_size} tokens"
+        self.about = f"{kind} for `{recipe.target}`: {sizes(self.config.layer)}, {tokens}"
 
     def job(self, own: Own, out: Path, device: str) -> TrainJob:
         """The head's training, from initial weights of the target."""
@@ -105,32 +108,6 @@ class HeadLearner:
         lm_head = dense(own.target.ops, weights.lm_head) if self._ids is None else head.lm_head.weight
         embedding = dense(own.target.ops, weights.embedding)
         return lambda text: head.right(text, columns, embedding, lm_head, ids, NUM_DRAFT_TOKENS)
-
-    def about(self, results: dict[str, Any]) -> str:
-        """What the head is, and its loss."""
-        recipe, c, layer = self._recipe, self.config, self.config.layer
-        whole = c.draft_vocab_size == layer.vocab_size
-        tokens = "shares embedding and LM head with its target"
-        tokens = tokens if whole else f"has {c.draft_vocab_size} of the target's {layer.vocab_size} tokens"
-        reads = f"the inputs of the target's layers {', '.join(map(str, self.layers))}"
-        if isinstance(c, BlockConfig):
-            kind = "Block head (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026)"
-            markov = f", with a Markov head of rank {c.markov_rank}" if c.markov_rank else ""
-            drafts = f"drafts {c.num_guesses} tokens in one pass over masks of the id {c.mask_token}{markov}"
-            how = f"draft g of a block counts exp(-g / {recipe.block.decay:g}), {recipe.block.anchors} blocks a text"
-        else:
-            kind, drafts = "EAGLE-3 head (Li et al., 2025)", "drafts a token at a time from its own features"
-            how = (
-                f"at {recipe.loss.unroll} steps on its own features, of which step s counts {recipe.loss.falloff:g}^s "
-                f"(the first {recipe.loss.alone:.0%} of the updates: step 0 alone)"
-            )
-            how += "; tokens of prompts count too" if recipe.loss.learn_prompts else ""
-        return (
-            f"{kind} for `{recipe.target}`, {results['parameters'] / 1e6:.2f} M parameters of its own: {sizes(layer)}. "
-            f"It reads {reads}, {tokens}, and {drafts}. bfloat16. Its layers began as the target's last.\n\n"
-            f"Loss: KL(target || head) plus {recipe.loss.argmax_weight:g} times the cross entropy on the target's "
-            f"argmax; {how}."
-        )
 
 
 def new_head(config: HeadConfig, seed: int) -> HeadForTraining | BlockForTraining:

@@ -15,7 +15,7 @@ from torch import nn
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_tokenizer
 from sameseed.scheme import cache_format
-from sameseed_train.card import write_own_card
+from sameseed_train.card import acceptance as acceptance_of, write_card
 from sameseed_train.own import Own, Sources, check_run, write_all
 from sameseed_train.prompts import Prompt, held_out, recipe_held_out
 from sameseed_train.recipe import OwnRecipe
@@ -46,6 +46,7 @@ class Learner(Protocol):
     name: str
     layers: tuple[int, ...]  # it reads what enters these layers of the target
     measured: bool
+    about: str  # for the card: what it is
     facts: dict[str, Any]  # for results.json, known once there is a job
 
     @property
@@ -59,9 +60,6 @@ class Learner(Protocol):
 
     def right(self, folder: Path, own: Own) -> Callable[[TextStates], Right]:
         """What tells whether chains of NUM_DRAFT_TOKENS drafts of the exported model are right along a text."""
-
-    def about(self, results: dict[str, Any]) -> str:
-        """The card's text on the model and its loss."""
 
 
 def learn(
@@ -111,7 +109,12 @@ def learn(
     if measured:
         results |= {"acceptance": measured[-1]["acceptance"], "curve": curve(measured)}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    write_own_card(recipe, learner.about(results), results, made)
+    trained = (
+        f"{learner.about}; {parameters / 1e6:.2f} M parameters of its own. Trained for {progress['step']} steps, "
+        f"{progress['tokens'] / 1e6:.2f} M drafts, on {len(own.texts)} texts with {own.texts.num_tokens / 1e6:.2f} M "
+        "tokens to learn from."
+    )
+    write_card(made, results["recipe"], recipe.source, trained, acceptance_of(results))
     return Trained(made, results, texts)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from sameseed.models.loader import load_model, load_tokenizer, read_config, reso
 from sameseed.scheme import QuantTensor, cache_format
 from sameseed_train.checkpoint import read_tensors
 from sameseed_train.prompts import file_seeds, recipe_seeds
-from sameseed_train.recipe import OwnRecipe
+from sameseed_train.recipe import OwnRecipe, flat
 from sameseed_train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
 from sameseed_train.trainer import Log, checkpoint_path, progress_bar
 
@@ -121,15 +120,6 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
     else:
         return begun
     raise ConfigError(f"{checkpoint} was trained {wrong}, or train anew with another --out")
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings flattened to dotted names, with values as JSON reads them back."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        inner = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: json.loads(json.dumps(value))}
-    return found
 
 
 @dataclass(frozen=True)

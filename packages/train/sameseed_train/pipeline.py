@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sameseed.models.loader import load_tokenizer
-from sameseed_train import data as corpus
-from sameseed_train.card import write_pair_cards
+from sameseed_train import card, data as corpus
 from sameseed_train.checkpoint import export_model, load_exported, read_tensors, save_tensors
 from sameseed_train.draft import run_draft
 from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Trained
@@ -86,8 +85,25 @@ def run_stages(
     }
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     plot_losses(log, out / "loss.png")
-    write_pair_cards(recipe, results, out)
+    write_cards(recipe, results, out)
     return results
+
+
+def write_cards(recipe: Recipe, results: dict[str, Any], out: Path) -> None:
+    """The card of a pair's target; the draft's, which exists, gets its perplexity."""
+    shape, right = recipe.target.shape, results["right_sums"]
+    about = (
+        f"Llama architecture: {card.sizes(shape)}, {shape.vocab_size} tokens (byte-level BPE), tied embeddings, "
+        f"{results['parameters']['target'] / 1e6:.2f} M parameters in bfloat16; {results['passes']:g} passes over the "
+        "data. It imitates the texts of its domains, knows no facts, and must not be asked for advice."
+    )
+    greedy = ", ".join(f"{domain} {share:.1%}" for domain, share in results["repeated"].items())
+    greedy = f"## Its greedy texts\n\nRepeated 8-grams on held-out prompts: {greedy}."
+    greedy += f" Right answers to held-out sums: {right['right']} of {right['asked']}." if right else ""
+    measured = card.perplexity(results["perplexity"]["target"])
+    card.write_card(out / "target", asdict(recipe), recipe.source, about, measured, greedy)
+    with (out / "draft" / "README.md").open("a", encoding="utf-8") as file:
+        file.write(f"\n{card.perplexity(results['perplexity']['draft'])}\n")
 
 
 def forget(out: Path, stages: tuple[str, ...]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sameseed import fields
 from sameseed.batch import MAX_NODES
@@ -290,3 +291,12 @@ def read_table(kind: type[T], path: Path) -> T:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
     return fields.parse(kind, table, path.name)
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings flattened to dotted names, with values as JSON reads them back."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: json.loads(json.dumps(value))}
+    return found

@@ -277,7 +277,7 @@ def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "drafts accepted" in text and f"--draft {tmp_path / 'out' / 'head'}" in text
     card = (tmp_path / "out" / "head" / "README.md").read_text()
-    assert "| all |" in card and "layers 1, 1, 2" in card and "100 of the target's" in card
+    assert "| all |" in card and "layers = [1, 1, 2]" in card and "100 of the target's" in card
     assert main(["train", "head", "--target", str(folder / "target"), "--prompts", argv[-1]]) == 2
     assert "--out is missing" in capsys.readouterr().err
     assert main([*argv, "--out", str(tmp_path / "new"), "--unroll", "0"]) == 2

@@ -41,7 +41,7 @@ def test_toy_recipe_end_to_end(
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
     card = (out / "target" / "README.md").read_text(encoding="utf-8")
     assert [row["step"] for row in lines if row["stage"] == "unlikelihood"] == list(range(4))
-    assert "made up" in card and "12 steps" in card and "4 steps against repetition" in card
+    assert "made up" in card and "target.train.steps = 12" in card and "unlikelihood.ngram = 2" in card
 
 
 def test_interrupted_run_equals_a_whole_one(
