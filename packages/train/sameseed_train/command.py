@@ -128,7 +128,7 @@ def resumable() -> Iterator[None]:
 
 
 def run(argv: Seq[str], prog: str) -> int:
-    """Parse and hand over to `sameseed_train.run`, or to the training of a head or a draft alone."""
+    """Parse and train the pair of a recipe, or hand over to the training of a head or a draft alone."""
     if argv and argv[0] in OWN and not Path(argv[0]).is_file():
         return run_own(argv[0], argv[1:], f"{prog} {argv[0]}")
     args = parse(TrainArgs, argv, prog).args
@@ -136,16 +136,18 @@ def run(argv: Seq[str], prog: str) -> int:
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; e.g. sameseed train --data corpus --out runs/embedded")
     assert args.data is not None and args.out is not None
-    from sameseed_train import run as run_recipe
+    from sameseed_train.pipeline import run as run_recipe
     from sameseed_train.recipe import recipe_file
 
     recipe = recipe_file(args.recipe or DEFAULT_RECIPE)
     with resumable():
-        done = run_recipe(recipe, data=args.data, out=args.out, device=args.device, resume=args.resume, quiet=args.json)
+        how: dict[str, Any] = {"device": args.device, "resume": args.resume, "quiet": args.json}
+        results = run_recipe(recipe, data=args.data, out=args.out, **how)
+    target, draft, plot = (str(args.out / name) for name in ("target", "draft", "loss.png"))
     if args.json:
-        print(json.dumps(dataclasses.asdict(done), default=str))
+        print(json.dumps({"target": target, "draft": draft, "loss_plot": plot, "results": results}))
     else:
-        print(f"target: {done.target}\ndraft:  {done.draft}\nloss:   {done.loss_plot}")
+        print(f"target: {target}\ndraft:  {draft}\nloss:   {plot}")
     return 0
 
 

@@ -47,14 +47,19 @@ class Sources:
     measure: Path | None = None
 
 
+def check_empty(out: Path, resume: bool) -> None:
+    """Raise ConfigError if there is something in `out` that is not to be resumed."""
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
+
+
 def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> tuple[Path, ModelConfig]:
     """The target's folder and config. Checks the run early: raises ConfigError or ModelLoadError."""
     if not recipe.target:
         raise ConfigError("no target; name the model to learn from with --target")
     if sources.prompts is None and (not recipe.source or sources.data is None):
         raise ConfigError("nothing to write from; give --prompts FILE, or a recipe with sources and --data DIR")
-    if out.exists() and any(out.iterdir()) and not resume:
-        raise ConfigError(f"{out} is not empty; add --resume to go on, or choose another folder with --out")
+    check_empty(out, resume)
     folder = resolve_model(recipe.target)
     config = llama_only(read_config(folder), "training")
     longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sameseed import devices
+from sameseed.errors import ConfigError
 from sameseed.models.loader import load_tokenizer
 from sameseed_train import card, data as corpus
 from sameseed_train.checkpoint import export_model, load_exported, read_tensors, save_tensors
@@ -21,9 +23,9 @@ from sameseed_train.draft import run_draft
 from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Trained
 from sameseed_train.measure import continued, perplexity, plot_losses, repetition, right_sums, write_prompts
 from sameseed_train.model import LlamaForTraining
-from sameseed_train.own import Sources
+from sameseed_train.own import Sources, check_empty
 from sameseed_train.prompts import recipe_seeds
-from sameseed_train.recipe import Recipe, TextSettings
+from sameseed_train.recipe import Recipe, TextSettings, load_recipe
 from sameseed_train.states import TextStates
 from sameseed_train.tokenizer import BEGIN, END, PAD, save_tokenizer, token_id, train_tokenizer
 from sameseed_train.trainer import Log, TrainJob, checkpoint_path, train
@@ -34,10 +36,32 @@ TEMPLATE = 8  # tokens that a chat template adds to a question, at most
 LATER = {"target": ("unlikelihood", "draft"), "unlikelihood": ("draft",)}  # stages that learn from a stage's model
 
 
-def run_stages(
-    recipe: Recipe, config: Path, data: Path, out: Path, device: str = "cpu", *, quiet: bool
+def run(
+    config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Run all stages on `device`, from their checkpoints where there are some; returns the measurements.
+    """Train the pair of a recipe into `out/target` and `out/draft` on `device`; returns `out/results.json`.
+
+    With `resume`, finished stages are skipped and the unfinished one continues from its last checkpoint. Raises
+    ConfigError for a bad recipe, a missing device, a missing or damaged data folder, or a non-empty `out` without
+    `resume`.
+    """
+    devices.check(device)
+    recipe = load_recipe(config)
+    if not data.is_dir():
+        raise ConfigError(f"no data folder at {data}; give the folder that holds {recipe.valid_file} with --data")
+    check_empty(out, resume)
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(recipe.threads or threads)
+    try:
+        return run_stages(recipe, config, data, out, device, quiet)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+
+
+def run_stages(recipe: Recipe, config: Path, data: Path, out: Path, device: str, quiet: bool) -> dict[str, Any]:
+    """Run all stages, from their checkpoints where there are some; returns the measurements.
 
     Nothing is written before all data was read once. The recipe's file `config` is copied to `out`.
     """

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 
 from sameseed import devices, ops
 from sameseed.errors import ConfigError
-from sameseed_train import measure, run, trainer
+from sameseed_train import measure, trainer
 from sameseed_train.checkpoint import read_tensors
 from sameseed_train.draft import run_draft
 from sameseed_train.head import run_head
 from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.own import Sources
+from sameseed_train.pipeline import run
 from sameseed_train.recipe import DraftRecipe, TextSettings, TrainSettings
 
 
@@ -56,12 +57,12 @@ def test_a_pair_is_trained_there(
     monkeypatch.setattr(trainer, "one_step", watched)
     there = run(recipe_path, data=data, out=tmp_path / "there", device=away, quiet=True)
     assert seen == [True] * 9
-    for a, b in ((here.target, there.target), (here.draft, there.draft)):
-        one, other = (read_tensors(f / "model.safetensors")[0] for f in (a, b))
+    for name in ("target", "draft"):
+        one, other = (read_tensors(tmp_path / f / name / "model.safetensors")[0] for f in ("here", "there"))
         assert one.keys() == other.keys()
         assert all(torch.allclose(one[n].float(), other[n].float(), atol=1e-3) for n in one)
-    assert there.results["acceptance"]["all"]["drafted"] > 0
-    perplexity = [r.results["perplexity"]["target"]["talk"]["perplexity"] for r in (here, there)]
+    assert there["acceptance"]["all"]["drafted"] > 0
+    perplexity = [r["perplexity"]["target"]["talk"]["perplexity"] for r in (here, there)]
     assert perplexity[1] == pytest.approx(perplexity[0], rel=1e-2)
 
 

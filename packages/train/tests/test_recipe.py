@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sameseed.errors import SameseedError
-from sameseed_train import run
+from sameseed_train.pipeline import run
 from sameseed_train.recipe import load_recipe
 
 
