@@ -127,22 +127,6 @@ class BlockConfig(HeadConfig):
         """The number of tokens that the head was trained to draft."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    def settings(self) -> dict[str, Any]:
-        """The entries of config.json in the layout of speculators, without those of the layers."""
-        spark = bool(self.markov_rank)
-        own = {
-            "architectures": ["DSparkSpeculator" if spark else "DFlashSpeculator"],
-            "speculators_model_type": "dspark" if spark else "dflash",
-            "aux_hidden_state_layer_ids": list(self.aux_layers or ()),
-            "block_size": self.block_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "mask_token_id": self.mask_token,
-            "sample_from_anchor": self.from_anchor,
-            "target_hidden_size": self.target_hidden_size,
-        }
-        markov = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
-        return {**own, **markov} if spark else own
-
     def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
         c, hidden = self.layer, self.layer.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}

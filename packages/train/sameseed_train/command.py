@@ -63,17 +63,10 @@ class OwnArgs:
 
 @dataclass(frozen=True)
 class HeadArgs(OwnArgs):
-    """Train a draft head for a target, on the target's own texts and hidden states: EAGLE-3, or a block head (DFlash,
-    DSpark). Use: --draft OUT/head
-    """
+    """Train a draft head (EAGLE-3) for a target, on the target's own texts and states. Use: --draft OUT/head"""
 
     layers: Annotated[tuple[int, ...] | None, option("N N N")] = None  # it reads the inputs of these target layers
     draft_vocab_size: Annotated[int | None, option("N")] = None  # tokens it can draft: the target's most frequent
-    kind: Annotated[str | None, option("eagle3|block")] = None  # block: predicts all tokens of a draft in one pass
-    block_size: Annotated[int | None, option("N")] = None  # of a block head: tokens drafted at once
-    markov_rank: Annotated[int | None, option("N")] = None  # of a block head: rank of the last token's bias; 0: none
-    num_layers: Annotated[int | None, option("N")] = None  # of a block head: its layers
-    mask_token: Annotated[int | None, option("ID")] = None  # of a block head: mask id; unset: one that no text has
     unroll: Annotated[int | None, option("N")] = None  # steps on its own features: the draft depth it learns
     store: Annotated[str | None, option("FORMATS")] = None  # write it to OUT/packed in few bits too, e.g. w8a8
     candidates: Annotated[int | None, option("N")] = None  # tokens in the loss of a batch; 0: all, slower
@@ -108,13 +101,6 @@ def with_flags(recipe: Any, args: OwnArgs) -> Any:
                 changed = dataclasses.replace(getattr(recipe, part), **{name: value})
                 recipe = dataclasses.replace(recipe, **{part: changed})
     return recipe
-
-
-def refuse_unused(flags: Seq[str], args: OwnArgs, need: str) -> None:
-    """Raise ConfigError if one of these flags is given: they have an effect only with `need`."""
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name, None) is not None]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: only with {need}; add that, or leave it out")
 
 
 @contextmanager
@@ -168,8 +154,6 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}
     kind, train = (HeadRecipe, run_head) if what == "head" else (DraftRecipe, run_draft)
     recipe = with_flags(load_own_recipe(kind, args.recipe), args)
-    for need, flags in recipe.unused():
-        refuse_unused(flags, args, need)
     with resumable():
         done = train(recipe, sources, args.out, **how)
     if args.json:

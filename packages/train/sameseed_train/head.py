@@ -1,4 +1,4 @@
-"""`sameseed train head`: a draft head of either kind learns to predict a target on the target's own texts."""
+"""`sameseed train head`: an EAGLE-3 head learns to predict a target on the target's own texts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,14 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle_loader import embedding_signs
-from sameseed.models.head_config import (
-    ROTATED_FOR,
-    TARGET_SIGNS,
-    BlockConfig,
-    HeadConfig,
-    read_head_config,
-    rotation_of,
-)
-from sameseed.models.layers import LayerWeights
+from sameseed.models.head_config import ROTATED_FOR, TARGET_SIGNS, read_head_config, rotation_of
 from sameseed.models.safetensors_file import write_model
-from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme
-from sameseed_train.block_model import BlockForTraining
 from sameseed_train.card import sizes
-from sameseed_train.head_model import DraftHead, HeadForTraining
+from sameseed_train.head_model import HeadBatch, HeadForTraining
 from sameseed_train.head_recipe import HeadRecipe, head_config
 from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
 from sameseed_train.own import Own, Sources, dense
-from sameseed_train.parallel import mask_of
 from sameseed_train.states import StoredTexts, TextStates
 from sameseed_train.trainer import TrainJob
 
@@ -59,14 +48,12 @@ class HeadLearner:
 
     def __init__(self, recipe: HeadRecipe, folder: Path, target: ModelConfig) -> None:
         """`folder`: the target's. Raises ConfigError for settings that do not suit it."""
-        mask = mask_of(recipe.block.mask_token, folder, target) if recipe.kind == "block" else None
         self._recipe, self._folder = recipe, folder
-        self.config = head_config(recipe, target, mask)
+        self.config = head_config(recipe, target)
         self.layers = self.config.aux_layers or ()
-        self.model = new_head(self.config, recipe.seed)
-        kind = "Block head" if recipe.kind == "block" else "EAGLE-3 head (Li et al., 2025)"
+        self.model = HeadForTraining(self.config, recipe.seed)
         tokens = f"{self.config.draft_vocab_size} of the target's {target.vocab_size} tokens"
-        self.about = f"{kind} for `{recipe.target}`: {sizes(self.config.layer)}, {tokens}"
+        self.about = f"EAGLE-3 head (Li et al., 2025) for `{recipe.target}`: {sizes(self.config.layer)}, {tokens}"
 
     def job(self, own: Own, out: Path, device: str) -> TrainJob:
         """The head's training, from initial weights of the target."""
@@ -81,13 +68,12 @@ class HeadLearner:
         head.to(device)
         tokens = Vocabulary(target, own.texts.counts(len(embedding)), self._ids, recipe.loss.candidates)
 
-        def batch(step: int) -> list[Any]:
-            generator = torch.Generator().manual_seed(recipe.seed + step)
-            return [head.lesson(texts, columns, recipe, step, generator) for texts in own.parts(step)]
+        def batch(step: int) -> list[HeadBatch]:
+            return [head.lesson(texts, columns, recipe, step) for texts in own.parts(step)]
 
-        def loss(batch_: Any) -> Tensor:
+        def loss(batch_: HeadBatch) -> Tensor:
             chosen = tokens.candidates(batch_.written)
-            lm_head = head.output_weight(tokens.lm_head if self._ids is None else head.lm_head.weight)
+            lm_head = tokens.lm_head if self._ids is None else head.lm_head.weight
             lm_head = lm_head if chosen is None else lm_head[chosen]
             return head.loss(batch_, embedding, lm_head, tokens.teach(batch_.last, chosen), recipe)
 
@@ -101,18 +87,13 @@ class HeadLearner:
         tensors = load_file(str(folder / "model.safetensors"))
         ids = torch.arange(self.config.draft_vocab_size) + tensors.pop("d2t", 0)  # the target's ids of its tokens
         tensors.pop("t2d", None)
-        head = new_head(read_head_config(folder), 0)
+        head = HeadForTraining(read_head_config(folder), 0)
         head.load_state_dict({n: t.float() for n, t in tensors.items()})
         head.to(own.target.device)
         columns, weights = own.columns(self.config.captures(own.num_layers)), own.target.weights
         lm_head = dense(own.target.ops, weights.lm_head) if self._ids is None else head.lm_head.weight
         embedding = dense(own.target.ops, weights.embedding)
         return lambda text: head.right(text, columns, embedding, lm_head, ids, NUM_DRAFT_TOKENS)
-
-
-def new_head(config: HeadConfig, seed: int) -> HeadForTraining | BlockForTraining:
-    """A head of the config's kind with random weights."""
-    return BlockForTraining(config, seed) if isinstance(config, BlockConfig) else HeadForTraining(config, seed)
 
 
 class Vocabulary:
@@ -159,59 +140,46 @@ class Vocabulary:
             return rows @ weight.T
 
 
-def start_from_target(head: DraftHead, target: Decoder, target_ids: Tensor | None) -> None:
-    """Initialize the head from the target's last layers, reading the last captured states.
+def start_from_target(head: HeadForTraining, target: Decoder, target_ids: Tensor | None) -> None:
+    """Initialize the head from the target's last layer, reading the last captured states.
 
     Such a head at first drafts what the target chose a token before, and learns several times faster than a head with
-    random weights.
+    random weights. Attention is copied only where the head counts allow it; a KV head of the target may be copied to
+    several. Weights that read the embedding stay small.
     """
-    ops, weights, width = target.ops, target.weights, target.config.hidden_size
+    ops, weights, c = target.ops, target.weights, target.config
+    own, layer, source = head.config.layer, head.midlayer, weights.layers[-1]
     with torch.no_grad():
-        head.fc.weight[:, -width:] += torch.eye(width, device=head.device)
+        head.fc.weight[:, -c.hidden_size :] += torch.eye(c.hidden_size, device=head.device)
         head.norm.weight.copy_(weights.norm)
-        head.hidden_norm.weight.copy_(weights.layers[-1].input_norm)
+        layer.hidden_norm.weight.copy_(source.input_norm)
         if target_ids is not None:
             head.lm_head.weight.copy_(dense(ops, weights.lm_head)[target_ids])
-        for layer, source in zip(head.layers, weights.layers[-len(head.layers) :], strict=False):
-            copy_layer(layer, head.config.layer, source, target.config, ops)
-
-
-def copy_layer(layer: Any, own: ModelConfig, source: LayerWeights, c: ModelConfig, ops: Ops) -> None:
-    """Copy a layer of the target into one of a head.
-
-    Attention is copied only where the head counts allow it; a KV head of the target may be copied to several. Weights
-    that read the embedding stay small.
-    """
-    width, attention, mlp = c.hidden_size, layer.self_attn, layer.mlp
-    layer.post_attention_layernorm.weight.copy_(source.post_norm)
-    if not hasattr(layer, "hidden_norm"):  # that of a head which reads embeddings there stays
-        layer.input_layernorm.weight.copy_(source.input_norm)
-    if own.num_heads == c.num_heads and own.num_kv_heads % c.num_kv_heads == 0:
-        sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-        q, k, v = dense(ops, source.qkv).split_with_sizes(sizes)
-        copies = own.num_kv_heads // c.num_kv_heads
-        k, v = (x.view(c.num_kv_heads, c.head_dim, -1).repeat_interleave(copies, 0).flatten(0, 1) for x in (k, v))
-        for projection, weight in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v)):
-            projection.weight[:, -width:] = weight  # of an EAGLE-3 head the half that reads features
-        for name, norm in (("q_norm", source.q_norm), ("k_norm", source.k_norm)):
-            if norm is not None and hasattr(attention, name):
-                getattr(attention, name).weight.copy_(norm)
-        attention.o_proj.weight.copy_(dense(ops, source.o))
-    gate, up = dense(ops, source.gate_up).chunk(2)
-    num = min(own.intermediate_size, c.intermediate_size)
-    mlp.gate_proj.weight[:num] = gate[:num]
-    mlp.up_proj.weight[:num] = up[:num]
-    mlp.down_proj.weight[:, :num] = dense(ops, source.down)[:, :num]
+        layer.post_attention_layernorm.weight.copy_(source.post_norm)
+        if own.num_heads == c.num_heads and own.num_kv_heads % c.num_kv_heads == 0:
+            sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+            q, k, v = dense(ops, source.qkv).split_with_sizes(sizes)
+            copies = own.num_kv_heads // c.num_kv_heads
+            k, v = (x.view(c.num_kv_heads, c.head_dim, -1).repeat_interleave(copies, 0).flatten(0, 1) for x in (k, v))
+            attention = layer.self_attn
+            for projection, weight in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v)):
+                projection.weight[:, -c.hidden_size :] = weight  # the half that reads features
+            attention.o_proj.weight.copy_(dense(ops, source.o))
+        gate, up = dense(ops, source.gate_up).chunk(2)
+        num = min(own.intermediate_size, c.intermediate_size)
+        layer.mlp.gate_proj.weight[:num] = gate[:num]
+        layer.mlp.up_proj.weight[:num] = up[:num]
+        layer.mlp.down_proj.weight[:, :num] = dense(ops, source.down)[:, :num]
 
 
 def export_head(
-    head: HeadForTraining | BlockForTraining,
+    head: HeadForTraining,
     target_ids: Tensor | None,
     folder: Path,
     dtype: str = "bfloat16",
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Write the head in the published layout of its kind.
+    """Write the head in the published layout.
 
     `target_ids` int64 [Vd]: the target's token id of each token of the head. d2t int64 [Vd] holds offsets
     (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. The embedding is not written, because it is the
@@ -233,7 +201,7 @@ def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
     tensors, groups = dict[str, Tensor](), dict[str, dict[str, Any]]()
     for name, tensor in load_file(str(folder / "model.safetensors")).items():
         module = name.removesuffix(".weight")
-        if tensor.ndim != 2 or module.endswith("embed_tokens") or "markov" in module:
+        if tensor.ndim != 2 or module.endswith("embed_tokens"):
             tensors[name] = tensor
             continue
         own = quant.at(module)

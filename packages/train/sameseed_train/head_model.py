@@ -26,61 +26,6 @@ from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
 from sameseed_train.states import TextStates
 
-# Output rows [R, .] of some drafts, the place of each among the target's states of a batch, and its weight in the loss.
-Drafts = tuple[Tensor, Tensor, Tensor]
-
-
-class DraftHead(nn.Module):
-    """What both kinds of heads share. The embedding, and with a whole vocabulary the LM head, are the target's.
-
-    A kind has `lesson` (a batch of a training step), `drafts`, `right` (measuring), and `layout` (config.json).
-    """
-
-    config: HeadConfig
-    fc: nn.Linear
-    hidden_norm: RMSNorm
-    norm: RMSNorm
-    lm_head: nn.Linear
-    layers: Any  # decoder layers
-
-    def add_output(self, config: HeadConfig) -> None:
-        """The output norm, and the LM head of a vocabulary of the head's own."""
-        self.norm = RMSNorm(config.layer.hidden_size, config.layer.rms_eps)
-        if config.draft_vocab_size < config.layer.vocab_size:
-            self.lm_head = nn.Linear(config.layer.hidden_size, config.draft_vocab_size, bias=False)
-
-    def fill(self, seed: int) -> None:
-        """Initial weights: normal with standard deviation 0.02."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in self.parameters():
-                if weight.ndim == 2:
-                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    def output_weight(self, lm_head: Tensor) -> Tensor:
-        """The matrix whose product with a row of output gives logits, from the LM head's rows [Vd, C]."""
-        return lm_head
-
-    def drafts(self, batch: Any, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:
-        """The drafts of a batch that are trained on, by step; embedding [V, C]."""
-        raise NotImplementedError
-
-    def loss(self, batch: Any, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
-        """Weighted sum over drafts of KL + argmax_weight * CE.
-
-        lm_head: `output_weight`, or some of its rows; wanted [P, Vd]: the target's logits.
-        """
-        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
-        losses = []
-        for rows, places, shares in self.drafts(batch, embedding, recipe):
-            cross = fused_soft_cross_entropy(rows, lm_head, targets, shares, places)
-            losses.append(cross - (shares * entropy[places]).sum())
-        return torch.stack(losses).sum()
-
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     """The `rope_scaling` entry of a config.json; None without scaling."""
@@ -144,25 +89,28 @@ class HeadBatch:
         return int(self.rows.counts.sum())
 
 
-class HeadForTraining(DraftHead):
-    """An EAGLE-3 head."""
+class HeadForTraining(nn.Module):
+    """An EAGLE-3 head. The embedding, and with a whole vocabulary the LM head, are the target's."""
 
     def __init__(self, config: HeadConfig, seed: int) -> None:
+        """Initial weights are normal with standard deviation 0.02."""
         super().__init__()
         self.config, c = config, config.layer
         self.fc = nn.Linear(config.num_captures * config.target_hidden_size, c.hidden_size, bias=False)
         self.midlayer = HeadLayer(c)
-        self.add_output(config)
+        self.norm = RMSNorm(c.hidden_size, c.rms_eps)
+        if config.draft_vocab_size < c.vocab_size:
+            self.lm_head = nn.Linear(c.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("rope", rope_table(c.rope, c.head_dim, c.max_model_len), persistent=False)  # [P, D]
-        self.fill(seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.ndim == 2:
+                    weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
 
     @property
-    def layers(self) -> list[HeadLayer]:
-        return [self.midlayer]
-
-    @property
-    def hidden_norm(self) -> RMSNorm:  # type: ignore[override]
-        return self.midlayer.hidden_norm
+    def device(self) -> torch.device:
+        return self.fc.weight.device
 
     def batch(self, texts: Seq[TextStates], columns: list[int], unroll: int) -> HeadBatch:
         """Rows of some texts; `columns`: indices of the head's captures among the stored states.
@@ -188,23 +136,26 @@ class HeadForTraining(DraftHead):
         parts = (t.to(device) for t in (tokens, states, torch.cat(last), torch.cat(written)))
         return HeadBatch(rows, unroll, *parts)
 
-    def lesson(
-        self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int, _: torch.Generator
-    ) -> HeadBatch:
+    def lesson(self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int) -> HeadBatch:
+        """The batch of a training step."""
         alone = step < recipe.loss.alone * recipe.train.steps
         texts = [replace(text, num_given=0) for text in texts] if recipe.loss.learn_prompts else texts
         return self.batch(texts, columns, 1 if alone else recipe.loss.unroll)
 
-    def drafts(self, batch: HeadBatch, embedding: Tensor, recipe: HeadRecipe) -> list[Drafts]:
-        outputs = self(embedding[batch.tokens], batch.states, batch.rows, batch.unroll)
+    def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
+        """Weighted sum over drafts of KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C] or some of its rows.
+
+        wanted [R, Vd]: the target's logits.
+        """
+        targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
         place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
-        weights = [recipe.loss.falloff**s for s in range(batch.unroll)]
-        every, found = torch.arange(len(place), device=place.device), []
-        for step, out in enumerate(outputs):
+        weights, losses = [recipe.loss.falloff**s for s in range(batch.unroll)], []
+        for step, out in enumerate(self(embedding[batch.tokens], batch.states, batch.rows, batch.unroll)):
             known = (place >= step).float()  # the first row of a path of `step` drafts must exist
             shares = known * (weights[step] / sum(weights)) / known.sum().clamp(min=1)
-            found.append((out[batch.rows.counts], every, shares))
-        return found
+            cross = fused_soft_cross_entropy(out[batch.rows.counts], lm_head, targets, shares)
+            losses.append(cross - (shares * entropy).sum())
+        return torch.stack(losses).sum()
 
     def right(
         self, text: TextStates, columns: list[int], embedding: Tensor, lm_head: Tensor, ids: Tensor, num: int

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from sameseed import fields
-from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.config import ModelConfig, RopeConfig
-from sameseed.models.head_config import BlockConfig, HeadConfig
+from sameseed.models.head_config import HeadConfig
 from sameseed.scheme import QuantScheme
 from sameseed_train.optim import OptimSettings
 from sameseed_train.recipe import OwnRecipe, TrainSettings
@@ -48,30 +46,6 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class BlockSettings:
-    """Settings of a block head.
-
-    `num_layers`: its decoder layers; `block_size`: tokens that it drafts in one pass; `markov_rank`: rank of the
-    Markov head, whose bias depends on the token before (0: none); `mask_token`: id of the masks (-1: one that no text
-    has). Each text in a batch gives `anchors` blocks; draft g of a block has the weight exp(-g / `decay`).
-    """
-
-    num_layers: int = within(3, 1)
-    block_size: int = within(7, 4, MAX_NODES)
-    markov_rank: int = within(64, 0)
-    mask_token: int = -1
-    anchors: int = within(24, 1)
-    decay: float = within(4.0, 0, above=True)
-
-    def __post_init__(self) -> None:
-        fields.check(self)
-
-
-# Kind of head -> the settings that only this kind uses.
-KINDS = {"eagle3": ("unroll",), "block": ("block_size", "markov_rank", "num_layers", "mask_token")}
-
-
-@dataclass(frozen=True)
 class HeadTraining(TrainSettings):
     """Length and schedule of a head's training, also where a recipe names only some of them.
 
@@ -90,34 +64,25 @@ class HeadTraining(TrainSettings):
 class HeadRecipe(OwnRecipe):
     """Everything that determines a head's weights, except the data and the machine's arithmetic.
 
-    `kind`: "eagle3", or "block" (which uses only `argmax_weight` and `candidates` of `loss`).
     `store`: formats in which `out/packed` has the head once more, e.g. "w8a8,lm_head=w4a16-g32" (empty: none).
     `layers`: the target's layers whose inputs the head reads (the number n of layers means the last layer's output);
     empty: the published choice 2, n / 2, n - 3.
     """
 
     name: str = "head"
-    kind: str = "eagle3"
     store: str = ""
     layers: tuple[int, ...] = ()
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
-    block: BlockSettings = field(default_factory=BlockSettings)
     train: HeadTraining = field(default_factory=HeadTraining)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         QuantScheme.parse(self.store or "auto")
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind must be {' or '.join(KINDS)}, got {self.kind!r}")
-
-    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Flags that have no effect, by what they need."""
-        return [(f"--kind {kind}", flags) for kind, flags in KINDS.items() if kind != self.kind]
 
 
-def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None = None) -> HeadConfig:
-    """The config of the head for a target; `mask_token`: of a block head.
+def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
+    """The config of the head for a target.
 
     The rotary embedding is the target's if a head's config.json can describe it, else one with only the target's base.
     Raises ConfigError for tokens or layers that the target does not have, or a number of heads that KV heads do not
@@ -133,21 +98,10 @@ def head_config(recipe: HeadRecipe, target: ModelConfig, mask_token: int | None 
         )
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
-    if (len(layers) != 3 and recipe.kind == "eagle3") or any(not 1 <= i <= n for i in layers):
-        raise ConfigError(
-            f"layers {list(layers)}: a head reads three (a block head any number) of what enters the target's layers 1 "
-            f"to {n}; name them"
-        )
+    if len(layers) != 3 or any(not 1 <= i <= n for i in layers):
+        raise ConfigError(f"layers {list(layers)}: a head reads what enters three of the target's layers 1 to {n}")
     rope = target.rope if target.rope.kind in ("linear", "llama3") else RopeConfig(theta=target.rope.theta)
     layer = replace(target, num_heads=heads, num_kv_heads=kv_heads, rope=rope)
     layer = replace(layer, num_layers=1, windows=(None,), qkv_bias=False, o_bias=False, mlp_bias=False)
     layer = replace(layer, intermediate_size=size.intermediate_size or target.intermediate_size)
-    if recipe.kind != "block":
-        return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)
-    if mask_token is None:
-        raise ConfigError("a block head needs a mask token; name one that no text has with --mask-token ID")
-    block, architecture = recipe.block, "Qwen3ForCausalLM" if layer.qk_norm else "LlamaForCausalLM"
-    windows = (None,) * block.num_layers
-    layer = replace(layer, architecture=architecture, num_layers=block.num_layers, windows=windows)
-    own: dict[str, Any] = {"block_size": block.block_size, "mask_token": mask_token, "markov_rank": block.markov_rank}
-    return BlockConfig("block", layer, vocab, target.hidden_size, layers, from_anchor=True, **own)
+    return HeadConfig("eagle3", layer, vocab, target.hidden_size, layers)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 # Matrices whose rows are tokens: trained with AdamW, not with Muon.
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:

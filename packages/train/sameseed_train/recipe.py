@@ -171,14 +171,12 @@ class DraftRecipe(OwnRecipe):
         super().__post_init__()
         if self.parallel != 0 and not 2 <= self.parallel <= MAX_NODES:
             raise ConfigError(f"parallel must be 2..{MAX_NODES} tokens, or 0 for a token a pass, got {self.parallel}")
+        if self.mask_token >= 0 and not self.parallel:
+            raise ConfigError("mask_token has an effect only with --parallel K; add that, or leave it out")
         if not 0.0 <= self.least_kept <= self.keep <= 1.0:
             raise ConfigError(
                 f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
             )
-
-    def unused(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Flags that have no effect, by what they need."""
-        return [] if self.parallel else [("--parallel K", ("mask_token",))]
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelShape) -> ModelShape:

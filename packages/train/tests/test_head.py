@@ -1,4 +1,4 @@
-"""Heads of both kinds learn from a target's own texts, resume where they stopped, and are accepted as counted."""
+"""A head learns from a target's own texts, resumes where it stopped, and is accepted as counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
 from sameseed_train import states
 from sameseed_train.head import run_head
-from sameseed_train.head_recipe import BlockSettings, HeadRecipe, LossSettings, SizeSettings
+from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
 from sameseed_train.learning import Trained
 from sameseed_train.optim import OptimSettings
 from sameseed_train.own import Sources, dense
@@ -37,13 +37,6 @@ PROMPTS = [{"prompt": f"the sum of all parts {i} is"} for i in range(8)] + [
     {"messages": [{"role": "user", "content": "return a + b"}], "domain": "chat"},
     {"text": "def add(a, b): return a + b the loop ends when the list is empty"},
 ]
-BLOCK: dict[str, Any] = {
-    "kind": "block",
-    "layers": (1, 3),
-    "block": BlockSettings(num_layers=2, block_size=5, markov_rank=16, anchors=12),
-    "loss": LossSettings(candidates=200),
-}
-KINDS: dict[str, dict[str, Any]] = {"eagle3": {}, "block": BLOCK}
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +84,9 @@ def losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows if row["stage"] == "head"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learns_and_is_accepted_as_counted(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_learns_and_is_accepted_as_counted(folder: Path, tmp_path: Path) -> None:
     """The loss falls, the counted acceptance rises above the first weights', and the engine confirms it."""
-    recipe = recipe_for(folder, **KINDS[kind])
+    recipe = recipe_for(folder)
     texts = TextSettings(num_texts=9, prompt_tokens=32, new_tokens=NEW_TOKENS, greedy=1.0)
     recipe = replace(recipe, texts=texts, train=replace(recipe.train, steps=80), loss=replace(recipe.loss, alone=0.2))
     before = run(folder, tmp_path / "begun", recipe, stop_after=0).results["acceptance"]["all"]
@@ -103,7 +95,6 @@ def test_learns_and_is_accepted_as_counted(folder: Path, tmp_path: Path, kind: s
     assert sum(seen[-5:]) < 0.7 * sum(seen[:5])
     assert after["rate"] > before["rate"] + 0.1 and after["agreement"][0] > before["agreement"][0] + 0.1
     spec = SpecConfig("eagle", str(done.folder), num_draft_tokens=4, options={"top_k": 1, "depth": 4})
-    spec = spec if kind == "eagle3" else SpecConfig("block", str(done.folder), num_draft_tokens=4)
     engine = build_engine(str(folder / "target"), EngineConfig(spec=spec, cache=CacheConfig(format="fp32")))
     prompts = [ids for ids, _ in held_out(folder / "held.jsonl", engine.tokenizer, engine.max_model_len, NEW_TOKENS)]
     found = lawkit.run(engine, prompts, SamplingParams(max_tokens=NEW_TOKENS, seed=0))
@@ -113,9 +104,8 @@ def test_learns_and_is_accepted_as_counted(folder: Path, tmp_path: Path, kind: s
     assert abs(sum(drafted for drafted, _ in rounds) - after["drafted"]) <= 4 * len(rounds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path, kind: str) -> None:
-    recipe = recipe_for(folder, **KINDS[kind])
+def test_resumed_run_equals_a_whole_one(folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(folder)
     run(folder, tmp_path / "whole", recipe)
     run(folder, tmp_path / "parts", recipe, stop_after=5)
     assert len(losses(tmp_path / "parts")) == 5
@@ -206,9 +196,6 @@ def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
         ({"texts": TextSettings(new_tokens=300)}, "context"),
         ({"target": ""}, "--target"),
         ({"train": TrainSettings(12, rows=6, row_tokens=8)}, "row_tokens"),
-        ({"kind": "medusa"}, "eagle3"),
-        ({**BLOCK, "block": BlockSettings(mask_token=MODEL_VOCAB)}, "mask_token"),
-        ({**BLOCK, "layers": (0, 2)}, "layers"),
     ],
 )
 def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -1,8 +1,7 @@
-"""Heads in training compute what the inference heads compute."""
+"""A head in training computes what the inference head computes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,27 +10,21 @@ from lawkit import MODEL_VOCAB, write_model
 
 from sameseed import ops
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.block import BlockHead
-from sameseed.models.block_runner import BlockRunner
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner, TreeLevel
-from sameseed.models.head_config import BlockConfig
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
-from sameseed_train.block_model import BlockForTraining, choose_anchors
 from sameseed_train.head import export_head
-from sameseed_train.head_model import DraftHead, DraftRows, HeadForTraining
-from sameseed_train.head_recipe import BlockSettings, HeadRecipe, SizeSettings, head_config
+from sameseed_train.head_model import DraftRows, HeadForTraining
+from sameseed_train.head_recipe import HeadRecipe, SizeSettings, head_config
 from sameseed_train.own import dense
-from sameseed_train.states import TextStates
 
 AUX = (1, 2, 3)
 STEPS = 4
-MASK = MODEL_VOCAB - 1
 
 
-def loud(head: DraftHead) -> torch.Generator:
+def loud(head: HeadForTraining) -> torch.Generator:
     """Make the weights so large that every one matters."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -93,54 +86,3 @@ def chain(loaded: object, tokens: torch.Tensor, states: torch.Tensor, base: int)
         logits, feature = runner.expand([level], feature)
         found.append(logits[0])
     return found
-
-
-@pytest.mark.parametrize(
-    ("architecture", "draft_vocab", "rank"), [("LlamaForCausalLM", 0, 0), ("Qwen3ForCausalLM", 120, 6)]
-)
-def test_blocks_draft_like_the_inference_head(tmp_path: Path, architecture: str, draft_vocab: int, rank: int) -> None:
-    """Every block of a text, with or without a Markov head, has BlockRunner's logits for that anchor."""
-    write_model(tmp_path / "target", num_hidden_layers=3, architectures=[architecture])
-    target = load_model(tmp_path / "target", ops.resolve())
-    settings = BlockSettings(num_layers=2, block_size=4, markov_rank=rank)
-    recipe = HeadRecipe(kind="block", layers=(1, 3), size=SizeSettings(draft_vocab_size=draft_vocab), block=settings)
-    config = head_config(recipe, target.config, MASK)
-    assert isinstance(config, BlockConfig)
-    head = BlockForTraining(config, 3)
-    generator = loud(head)
-    own = torch.randperm(MODEL_VOCAB, generator=generator)[:120].sort().values if draft_vocab else None
-    export_head(head, own, tmp_path / "head", "float32")
-    loaded = load_head(tmp_path / "head", target, target.ops)
-    assert isinstance(loaded, BlockHead) and replace(loaded.config, layer=config.layer) == config
-    width = target.config.hidden_size
-    texts = [
-        TextStates(torch.randint(1, MODEL_VOCAB, (n,), generator=generator), given, torch.randn(n - 1, 2 * width))
-        for n, given in ((12, 3), (9, 5))
-    ]
-    anchors = [choose_anchors(text, 99, None) for text in texts]
-    assert [a.tolist() for a in anchors] == [list(range(3, 11)), list(range(5, 8))]
-    batch = head.batch(texts, [0, 1], anchors)
-    lm_head = dense(target.ops, target.weights.lm_head) if own is None else head.lm_head.weight
-    with torch.no_grad():
-        out = head.outputs(batch, dense(target.ops, target.weights.embedding))
-        rows = head.output_rows(out.flatten(0, 2), batch.tokens.flatten())
-        learned = (rows @ head.output_weight(lm_head).T).view(*batch.tokens.shape, -1)
-    c, compared = config.layer, 0
-    for b, text in enumerate(texts):
-        for k, anchor in enumerate(anchors[b].tolist()):
-            runner = BlockRunner(loaded, KVCache(c.kv_shapes, 4, 16))
-            holder = Sequence(0, (), SamplingParams(), 0)
-            assert runner.blocks.reserve(holder, anchor + 4)
-            runner.extend([holder], [[1] * anchor], [text.states[:anchor]], False)
-            logits = runner.guess([holder], [int(text.ids[anchor])], [4])
-            for g in range(4):
-                assert bool(batch.counts[b, k, g]) == (anchor + g < len(text.states))
-                if not batch.counts[b, k, g]:
-                    continue
-                before = text.ids[anchor + g : anchor + g + 1].int()
-                assert int(batch.tokens[b, k, g]) == int(before)
-                assert batch.last[batch.places[b, k, g]].equal(text.states[anchor + g, -width:])
-                wanted = logits[g] + (loaded.bias(before)[0] if rank else 0.0)
-                torch.testing.assert_close(learned[b, k, g], wanted, atol=3e-4, rtol=3e-4)
-                compared += 1
-    assert compared > 30
