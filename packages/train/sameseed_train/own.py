@@ -108,7 +108,8 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
     ConfigError where the checkpoint is of other settings or prompts, or of more texts.
     """
     settings = {name: value for name, value in flat(asdict(recipe)).items() if name not in EDITABLE}
-    now = {"settings": {**settings, "layers": list(layers)}, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
+    settings["layers"] = list(layers)
+    now: dict[str, Any] = {"settings": settings, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
     if not checkpoint.exists():
         return now
     begun: dict[str, Any] = read_tensors(checkpoint, ())[1].get("begun") or {"settings": {}, "num_texts": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -291,7 +292,7 @@ def read_table(kind: type[T], path: Path) -> T:
     return fields.parse(kind, table, path.name)
 
 
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings flattened to dotted names, with values as JSON reads them back."""
     found: dict[str, Any] = {}
     for name, value in table.items():
