@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,19 @@ class Allowance:
 
 
 class Vocabulary:
-    """The bytes that tokens spell, for byte grammars: `pieces[t]` for token t; empty for tokens without text."""
+    """The bytes that tokens spell: `pieces[t]`, empty for tokens without text. `marks`: tokens of tool calls alone."""
 
-    def __init__(self, pieces: Seq[bytes], eos_token_ids: Seq[int]) -> None:
+    def __init__(self, pieces: Seq[bytes], eos_token_ids: Seq[int], marks: Collection[int] = ()) -> None:
         self.pieces = tuple(pieces)
         self.eos_token_ids = tuple(eos_token_ids)
-        self.writable = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that a text may hold
-        self.writable[list(self.eos_token_ids)] = True
+        self.in_calls = np.array([bool(piece) for piece in self.pieces], np.bool_)  # [V]: tokens that calls may hold
+        self.in_calls[list(self.eos_token_ids)] = True
+        self.writable = self.in_calls.copy()  # [V]: those that any text may hold
+        self.writable[list({*marks} - {*self.eos_token_ids})] = False
         self._tokens: dict[bytes, list[int]] = {}
         self._longest: dict[bytes, int] = {}  # length of the longest piece, by piece prefix
         for token, piece in enumerate(self.pieces):
-            if piece and token not in self.eos_token_ids:
+            if piece and self.writable[token] and token not in self.eos_token_ids:
                 self._tokens.setdefault(piece, []).append(token)
                 for head in (piece[:size] for size in _HEADS if size <= len(piece)):
                     self._longest[head] = max(self._longest.get(head, 0), len(piece))

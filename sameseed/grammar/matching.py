@@ -52,7 +52,6 @@ def _import() -> Any:
     return xgrammar
 
 
-_OF_JSON = ("json", "object", "tag")
 _NAMES = {
     "json": "schema",
     "object": "JSON object",
@@ -85,7 +84,7 @@ class Matching:
             add_prefix_space=False,
         )
         control = np.array([bool(_CONTROL.search(piece)) for piece in pieces], np.bool_)
-        self._of_json = vocabulary.writable & ~control
+        self._of_json, self._of_calls = vocabulary.writable & ~control, vocabulary.in_calls & ~control
 
     def compiled(self, kind: str, source: str) -> str:
         """Compile a grammar to data for `language`, and try it on a short text.
@@ -130,7 +129,8 @@ class Matching:
         return Matched(make, language.writable, self.vocabulary.eos_token_ids)
 
     def _language(self, kind: str, grammar: Any) -> Language:
-        return Language(grammar, self._of_json if kind in _OF_JSON else self.vocabulary.writable)
+        written = {"json": self._of_json, "object": self._of_json, "tag": self._of_calls}
+        return Language(grammar, written.get(kind, self.vocabulary.writable))
 
     def _try(self, kind: str, matched: Matched) -> None:
         """Write a trial text, always the same one. Raises RequestError if at some point no token is allowed."""

@@ -18,8 +18,10 @@ PARSERS = {
     "deepseek_r1": Marks("<think>", "</think>", always=True),
     "qwen3": Marks("<think>", "</think>"),
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
-    "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>"),  # templates of Harmony need no parser
+    "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>"),
+    "gemma4": Marks("<|channel>thought", "<channel|>"),
 }
+OF_CALLS = {"openai": "openai_gptoss", "gemma4": "gemma4"}  # the parser that goes with a format of calls, if one does
 
 
 class Thoughts:

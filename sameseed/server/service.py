@@ -37,7 +37,7 @@ from sameseed.server.protocol import (
     TokenizeFields,
 )
 from sameseed.server.reading import INLINE, F, Intake, read
-from sameseed.server.reasoning import PARSERS, Thoughts
+from sameseed.server.reasoning import OF_CALLS, PARSERS, Thoughts
 from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FENCES, FORMATS, Parser
@@ -181,7 +181,12 @@ class Service:
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
         parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
-        if (parser is not None and text.hides_marks) or (isinstance(content, Render) and text.calls == "openai"):
+        reasoning = OF_CALLS.get(text.calls or "", self.config.reasoning_parser)
+        marks = {
+            *(PARSERS[reasoning][:2] if reasoning else ()),
+            *(FORMATS[text.calls].marks if parser and text.calls else ()),
+        }
+        if isinstance(content, Render) and marks & text.hidden:
             fields.skip_special_tokens = False
         grammar = None if source is None else await self.client.grammars.compiled(source)
         keep = fields.keep(text.max_model_len)
@@ -214,20 +219,10 @@ class Service:
             fingerprint=self.client.fingerprint,
             num_spec_tokens=own.of(num_draft_tokens) if own is not None and num_draft_tokens else num_draft_tokens,
             echoes=await text.spelt(echoed, params.skip_special_tokens) if fields.repeats else (),
-            thoughts=self._thoughts(text, prompts[0], fields.thinks(source)),
+            thoughts=splitter(reasoning, text, prompts[0], fields.thinks(source)),
             parser=parser,
         )
         return reply, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
-
-    def _thoughts(
-        self, text: TextCodec, prompt: list[int], thinks: bool | None
-    ) -> Callable[[], Thoughts | Harmony] | None:
-        """Makes splitters of reasoning. `thinks`: may there be reasoning at all? None: it stays in the text."""
-        name, harmony = self.config.reasoning_parser, text.calls == "openai"
-        if thinks is None or not (harmony or name):
-            return None
-        end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
-        return partial(Harmony, end) if harmony or name is None else partial(Thoughts, PARSERS[name], end)
 
     async def tokenize(self, request: Request, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
         """Answer POST /tokenize."""
@@ -256,6 +251,16 @@ class Service:
         tokenizer = self.loaded(None).tokenizer
         named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
+
+
+def splitter(
+    name: str | None, text: TextCodec, prompt: list[int], thinks: bool | None
+) -> Callable[[], Thoughts | Harmony] | None:
+    """Makes splitters of reasoning, one per choice. `thinks`: may there be any at all? None: it stays in the text."""
+    if thinks is None or name is None:
+        return None
+    end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
+    return partial(Harmony, end) if text.calls == "openai" else partial(Thoughts, PARSERS[name], end)
 
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec, free: bool = True) -> Callable[[], Parser] | None:

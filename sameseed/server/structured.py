@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from sameseed.server import limits, schemas
 from sameseed.server.conversation import Fields, NamedTool, Tool
 from sameseed.server.errors import bad_request
-from sameseed.server.tools import FORMATS, OPEN
+from sameseed.server.tools import FORMATS
 
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=limits.MAX_CHOICE_LENGTH)]],
@@ -151,8 +151,8 @@ def of_tools(
         return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser, beside)
     if not any(tool.function.strict for tool in tools):
         return None
-    if parser in ("hermes", "qwen3_coder"):  # free text, until a call opens
-        free = {"type": "triggered_tags", "triggers": [OPEN], "at_least_one": False}
+    if parser is not None and FORMATS[parser].close:  # free text, until a call opens
+        free = {"type": "triggered_tags", "triggers": [FORMATS[parser].marks[0]], "at_least_one": False}
         return _calls({**free, "stop_after_first": not several}, tools, parser)
     raise bad_request("this model's calls have no mark of their own: 'strict' needs tool_choice 'required'", "tools")
 
@@ -174,7 +174,7 @@ def _calls(
             raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             schema = {"type": "object", **schema}
-        content = _json_schema(schema) | ({"style": "qwen_xml"} if parser == "qwen3_coder" else {})
+        content = _json_schema(_patterned(schema) if form.style == "gemma" else schema) | {"style": form.style}
         opening = form.begin.replace("NAME", tool.function.name)
         tags.append({"type": "tag", "begin": opening, "content": content, "end": form.end})
     separated = {"type": "tags_with_separator", "separator": form.separator} if "type" not in how else {}
@@ -184,6 +184,18 @@ def _calls(
         calls = {"type": "or", "elements": [calls, other]}
     made = json.dumps({"type": "structural_tag", "format": calls}, ensure_ascii=False)
     return GrammarSource("tag", made, "tools" if beside is None else beside.field)
+
+
+def _patterned(schema: Any) -> Any:
+    """The schema with lengths of strings as patterns: in Gemma's style xgrammar has no lengths beside its quotes."""
+    if not isinstance(schema, dict):
+        return [_patterned(part) for part in schema] if isinstance(schema, list) else schema
+    made = {key: _patterned(value) for key, value in schema.items()}
+    bounds = [made[key] for key in ("minLength", "maxLength") if isinstance(made.get(key), int)]
+    if not bounds or made.keys() & {"pattern", "format"}:
+        return made
+    least, most = made.pop("minLength", 0), made.pop("maxLength", "")
+    return {**made, "pattern": f"^[^<]{{{least},{most}}}$"}
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from sameseed.request import check_token_ids
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
-from sameseed.server.tools import FORMATS, parser_for
+from sameseed.server.reasoning import OF_CALLS, PARSERS
+from sameseed.server.tools import FORMATS, QUOTE, parser_for
 from sameseed.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,11 +38,9 @@ class TextCodec:
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        vocabulary = self.tokenizer.vocabulary()
-        self._longest = max(map(len, vocabulary), default=1)
+        self._longest = max(map(len, self.tokenizer.vocabulary()), default=1)
         self.calls = parser_for(self.tokenizer.template_for(tools=True))  # how the model writes tool calls
-        marks = [vocabulary[m] for m in (FORMATS[self.calls].marks if self.calls else ()) if m in vocabulary]
-        self.hides_marks = any(map(self.tokenizer.is_silent, marks))  # does a text leave out what opens tool calls?
+        self.hidden = set(map(self.tokenizer.token, self.tokenizer.special_ids))  # marks that a text leaves out
         self._threads = ThreadPoolExecutor(2, "tokenizer")  # which works on for a request that has run out of time
 
     async def prompts(
@@ -150,9 +149,15 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -
     """The bytes of each token of a model, for grammars."""
     from sameseed.grammar import Vocabulary
 
-    silent = map(tokenizer.is_silent, range(vocab_size))
-    pieces = zip(silent, tokenizer.pieces(range(vocab_size)), strict=True)
-    return Vocabulary([b"" if hidden else piece for hidden, piece in pieces], eos_token_ids)
+    calls = parser_for(tokenizer.template_for(tools=True)) or ""
+    form, thoughts = FORMATS.get(calls), PARSERS.get(OF_CALLS.get(calls, ""), ("", ""))
+    text = "".join((form.begin, form.separator, form.end, QUOTE, *thoughts[:2])) if form else ""
+    marks = {
+        token for token in tokenizer.special_ids if token < vocab_size and (tokenizer.token(token) or "\0") in text
+    }
+    hidden = [token not in marks and tokenizer.is_silent(token) for token in range(vocab_size)]
+    pieces = zip(hidden, tokenizer.pieces(range(vocab_size)), strict=True)
+    return Vocabulary([b"" if gone else piece for gone, piece in pieces], eos_token_ids, marks)
 
 
 def same_at_beginning(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.bool_]:

@@ -1,9 +1,10 @@
 """Parsers of tool calls in generated text. They work as the text arrives; the result is the same streamed or not.
 
 The chat template tells which marks open a call. What follows the mark tells how it is written: as JSON with a name and
-arguments (Hermes, Qwen, Llama 3, Granite, Mistral), as a name before its JSON (newer Mistral), as XML (Qwen3-Coder), or
-as Python (Llama). A call is given out once it is whole; only long JSON arguments are passed on as they arrive. What is
-not a call of an offered tool stays text. Nothing that a model writes is executed or evaluated.
+arguments (Hermes, Qwen, Llama 3, Granite, Mistral), as a name before its JSON (newer Mistral), as XML (Qwen3-Coder),
+as a name before JSON with quotes of its own (Gemma 4), or as Python (Llama). A call is given out once it is whole; only
+long JSON arguments are passed on as they arrive. What is not a call of an offered tool stays text. Nothing that a model
+writes is executed or evaluated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
+GEMMA, QUOTE = "<|tool_call>", '<|"|>'  # what opens a call of Gemma 4, and what stands around its strings
 FENCES = {"```json": "```", "<tools>": "</tools>"}  # around calls of Qwen2.5-Coder, if nothing stands before
 LONG = 256  # characters, a few lines of text: longer arguments begin to be given out before they are whole
 _KEYS = ("arguments", "parameters")
@@ -24,6 +26,8 @@ _HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:{"|".join(_KEYS)
 _OTHER = re.compile(r'[\[{\s]*"(?!(?:name|arguments|parameters|function|type|id)")[^"]*"')  # no call's first key
 _NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
+_CALLED = re.compile(rf"\s*call:\s*{_NAME}\s*(?=\{{)")
+_QUOTED = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:[^"\\]|\\.)*"|(?<=[{,])([^"{}\[\]:,<]+)(?=:)', re.DOTALL)
 # Texts that may still become such a beginning.
 _BEFORE_NAMED = re.compile(r"\s*[\w-]{0,64}\s*(?:\[[A-Z_]{0,7}\]?\s*[\w-]{0,64}\s*){0,2}")
 _BEFORE_JSON = re.compile(r"\[\s*")
@@ -57,6 +61,7 @@ class CallFormat(NamedTuple):
 
     `begin`, `end`: around the arguments of a call that a grammar compels; `separator`: between two such calls.
     `bare`: the text itself may begin as a call without a mark; further calls may follow, perhaps after `;`.
+    `style`: how compelled arguments are written, as xgrammar names it.
     `signs`: texts of a chat template that tell this format; if there are none, its marks do.
     """
 
@@ -66,13 +71,15 @@ class CallFormat(NamedTuple):
     separator: str = ""
     close: str = ""
     bare: bool = False
+    style: str = "json"
     signs: tuple[str, ...] = ()
 
 
 FORMATS = {  # named as vLLM's parsers
     "qwen3_coder": CallFormat(
-        (OPEN, XML), f"{OPEN}\n{XML}NAME>\n", f"\n</function>\n{CLOSE}", "\n", CLOSE, signs=(XML,)
+        (OPEN, XML), f"{OPEN}\n{XML}NAME>\n", f"\n</function>\n{CLOSE}", "\n", CLOSE, style="qwen_xml", signs=(XML,)
     ),
+    "gemma4": CallFormat((GEMMA,), f"{GEMMA}call:NAME", "<tool_call|>", close="<tool_call|>", style="gemma"),
     "granite": CallFormat(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
     "openai": CallFormat(  # as models/harmony.py gives out calls
         ("<|call|>",), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
@@ -227,6 +234,8 @@ class Parser:
             return (_python, -1, -1) if python[1] in self._tools else none
         if self._close in FENCES.values() and _OTHER.match(begin):
             return none
+        if GEMMA in form.marks and begin.startswith("call:"):
+            return self._quoted_region()
         if re.match(r"\{|\[\s*\{", begin):
             end = braces.find(buffer, self._close)
             return _json, end, end if end < 0 else end + len(self._close)
@@ -236,7 +245,7 @@ class Parser:
             braces.at = max(braces.at, head.end())
             end = braces.find(buffer)
             return _named, end, end
-        kinds = "{", "[", XML if XML in form.marks else "{"
+        kinds = "{", "[", XML if XML in form.marks else "call:" if GEMMA in form.marks else "{"
         before = _BEFORE_PYTHON if form.bare else _BEFORE_JSON if form.close else _BEFORE_NAMED
         may = any(kind.startswith(begin) for kind in kinds) or before.fullmatch(begin)
         return none if self._last or not may else None
@@ -248,6 +257,16 @@ class Parser:
             return _xml, -1, -1
         may = found[1] is None and CLOSE.startswith(self._buffer[found.end() :].lstrip())
         return None if may and not self._last else (_xml, found.end(), found.end())
+
+    def _quoted_region(self) -> tuple[Reader, int, int]:
+        """`_region` of a call of Gemma 4: its closing mark is none within a string."""
+        at = 0
+        for number, part in enumerate(self._buffer.split(QUOTE)):
+            end = -1 if number % 2 else part.find(self._close)
+            if end >= 0:
+                return _quoted, at + end, at + end + len(self._close)
+            at += len(part) + len(QUOTE)
+        return _quoted, -1, -1
 
     def _head(self, reader: Reader | None, body: str) -> re.Match[str] | None:
         """The beginning of a single call of an offered tool, up to its arguments."""
@@ -322,6 +341,24 @@ def _named(body: str, tools: Tools) -> list[Call]:
         return [Call(head[1], _object(_loads(arguments), arguments))]
     except (ValueError, RecursionError):
         return []
+
+
+def _quoted(body: str, tools: Tools) -> list[Call]:
+    """A call as Gemma 4 writes it: `call:name{key:<|"|>text<|"|>}`, rewritten as JSON."""
+    head = _CALLED.match(body)
+    if head is None or head[1] not in tools:
+        return []
+    rewritten = _QUOTED.sub(_as_json, body[head.end() :]).strip()
+    with suppress(ValueError, RecursionError):
+        return [Call(head[1], _object(_loads(rewritten), rewritten))]
+    return []
+
+
+def _as_json(found: re.Match[str]) -> str:
+    text, key = found.groups()
+    if text is None and key is None:  # a string with JSON's quotes
+        return found[0]
+    return json.dumps(key.strip() if text is None else text, ensure_ascii=False)
 
 
 def _xml(body: str, tools: Tools) -> list[Call]:

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 from fixtures_server import pretender
-from lawkit import EOS, MODEL_VOCAB
+from lawkit import EOS, MODEL_VOCAB, Pair
+from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.grammar.matching import Matching
 from sameseed.models.harmony import Harmony
@@ -29,6 +30,7 @@ from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import FORMATS, Call, More, Parser
 from sameseed.server.worker import GrammarStore
+from sameseed.tokenizer import Tokenizer
 
 
 class Pretended:
@@ -236,6 +238,31 @@ def test_compelled_calls_are_read_back(words, parser, seed):
         )
     else:
         assert name == "stop" and isinstance(value, dict)
+
+
+def test_special_tokens_open_compelled_calls(pair: Pair) -> None:
+    """A call may hold the special tokens of its format, as may thoughts before it; JSON may hold none."""
+    marks = ("<|tool_call>", "<tool_call|>", '<|"|>', "<channel|>")
+    backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
+    backend.add_special_tokens(list(marks))
+    tokenizer = Tokenizer(backend, "{{ tools }}<|tool_call>")
+    words = Matching(vocabulary(tokenizer, 304, [EOS]))
+    asked = read(
+        ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
+    )
+    source = asked.source("gemma4")
+    assert source is not None
+    matched = words.matched(words.language(words.compiled(source.kind, source.text)))
+    tokens = tokenizer.encode('<|tool_call>call:weather{city:<|"|>Ulm<|"|>}<tool_call|>')
+    assert {backend.token_to_id(mark) for mark in marks[:3]} < set(tokens)
+    assert matched.allowed(tokens[:-1], ())[tokens[-1]] and matched.allowed(tokens, ())[EOS]
+    free = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}).source("gemma4")
+    assert free is not None and free.kind == "tag"
+    thinking = words.matched(words.language(words.compiled(free.kind, free.text)))
+    assert thinking.allowed(tokenizer.encode("<|channel>thought\nhm<channel|>so "), ())[tokens[0]]
+    for kind, text in (("object", ""), ("regex", ".*")):
+        other = words.matched(words.language(words.compiled(kind, text)))
+        assert not other.allowed((), ())[[backend.token_to_id(mark) for mark in marks]].any()
 
 
 PATTERNS = {

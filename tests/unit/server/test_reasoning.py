@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fixtures_server import DONE
 from lawkit import Pair
+from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.models.harmony import Harmony, is_harmony
 from sameseed.request import SamplingParams
 from sameseed.server.chat import ChatReply, ResponseReply
+from sameseed.server.client import EngineClient
+from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece
 from sameseed.server.protocol import ChatFields, ResponseFields
 from sameseed.server.reading import read
 from sameseed.server.reasoning import PARSERS, Thoughts
-from sameseed.server.service import tool_parser
+from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, Parser
 
@@ -40,6 +44,8 @@ TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></t
         ("deepseek_r1", "</think>", "ab", ("", "ab")),
         ("deepseek_r1", None, '{"a": 1}', ("", '{"a": 1}')),
         ("harmony", GPT, f"{ANALYSIS}ab<|end|>{GPT}{FINAL}c < d<|return|>", ("ab", "c < d")),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nab<channel|>c", ("ab", "c")),
+        ("gemma4", "<|channel>thought\n<channel|>", "c <|channel>", ("", "c <|channel>")),
         ("harmony", GPT, f"{FINAL}c<|", ("", "c<|")),
         ("harmony", GPT, f"{ANALYSIS}ab<|end|>{GPT}<|channel|>fin", ("ab", "")),
         ("harmony", GPT, f"{ANALYSIS}a<|end|>{GPT}{ANALYSIS}b<|end|>{GPT}{FINAL}c", ("a\nb", "c")),
@@ -74,25 +80,53 @@ def test_harmony_gives_out_calls() -> None:
         assert made == [Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1}')]
 
 
-def test_a_server_reads_harmony_by_its_template(pair: Pair) -> None:
-    files = dict(pair.tokenizer.as_files())
-    template = "{% if tools %}x{% endif %}<|start|>assistant{# <|channel|>analysis<|message|> <|call|> #}"
-    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
-    codec = TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
-    assert codec.calls == "openai" and is_harmony(template) and not is_harmony(TEMPLATE)
+HARMONY = "{% if tools %}x{% endif %}<|start|>assistant{# <|channel|>analysis<|message|> <|call|> #}"
+THOUGHT, TURN = "<|channel>thought\n", "<|turn>model\n"
+
+
+@pytest.mark.parametrize(
+    ("calls", "template", "end", "texts"),
+    [
+        (
+            "openai",
+            HARMONY,
+            GPT,
+            [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a":1}<|call|>'],
+        ),
+        (
+            "gemma4",
+            "{% if tools %}x{% endif %}<|turn>model\n{# <|tool_call> #}",
+            TURN,
+            [THOUGHT, "why<channel|>", "<|tool_call>call:get", "{a:1}<tool_call|>"],
+        ),
+    ],
+)
+async def test_a_server_reads_marks_by_its_template(
+    pair: Pair, calls: str, template: str, end: str, texts: list[str]
+) -> None:
+    """Reasoning and calls between marks that are special tokens, without any setting."""
+    backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
+    backend.add_special_tokens(["<|end|>", "<channel|>", "<|tool_call>"])
+    config = json.dumps({"chat_template": template, "eos_token": "<|end|>"})
+    codec = TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, 304, 256)
+    assert codec.calls == calls and is_harmony(template) == (calls == "openai")
     tool = {"type": "function", "function": {"name": "get"}}
-    fields = read(ChatFields, {"messages": [{"role": "user", "content": "x"}]})
-    more: dict[str, Any] = {"parser": tool_parser([tool], codec), "thoughts": lambda: Harmony(GPT)}
-    reply = ChatReply(Add("0123456789", [[1]], SamplingParams()), fields, codec, **more)
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    client = EngineClient("x", {})
+    client.state, client.text = "ready", codec
+    client.facts = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
+    visit, fields = SimpleNamespace(size=0, id="0123456789", tenant=""), read(ChatFields, asked)
+    service = Service(client, ServerConfig())
+    reply, _, _ = await service._prepared(visit, fields, codec, ChatReply)  # type: ignore[arg-type]
+    assert not fields.skip_special_tokens
     events = list(reply.begin())
-    texts = [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a": 1}<|call|>']
     for at, said in enumerate(texts):
         piece = Piece(0, said, [5], [None], [], [], DONE if at == 3 else None, [sum(map(len, texts[:at]))])
         reply.take(piece)
         events += reply.events(piece)
     choice = reply.body()["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "why"
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a": 1}'}
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a":1}'}
     assert reply.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
     deltas = [json.loads(e.partition(b"data: ")[2])["choices"][0]["delta"] for e in events]
     assert [d["reasoning"] for d in deltas if "reasoning" in d] == ["why"]

@@ -10,6 +10,7 @@ import pytest
 from fixtures_server import DONE
 from hypothesis import given, settings, strategies as st
 from lawkit import Pair
+from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.chat import ChatReply
@@ -114,6 +115,20 @@ CALLS: list[tuple[str, str, list[Any]]] = [
         ["Hm. ", Call("get", '{"city": "]"}'), Call("add", "{}")],
     ),
     ("mistral", f"[TOOL_CALLS]add{LONG} so", [Call("add", LONG), " so"]),
+    ("gemma4", '<|tool_call>call:get{city:<|"|>Köln<|"|>}<tool_call|>', [Call("get", '{"city":"Köln"}')]),
+    (
+        "gemma4",  # strings hold anything, values are nested, numbers stay as they were written
+        'So: <|tool_call>call:get{city:<|"|>a "b\\{,c:<tool_call|>\n<|"|>,days:1e999,near:true}<tool_call|>'
+        '<|tool_call>call:add{ at : {x y:[1.0,null,"q,r:s"],<|"|>k<|"|>:{}} }<tool_call|> Done',
+        [
+            "So: ",
+            Call("get", '{"city":"a \\"b\\\\{,c:<tool_call|>\\n","days":1e999,"near":true}'),
+            Call("add", '{"at": {"x y":[1.0,null,"q,r:s"],"k":{}} }'),
+            " Done",
+        ],
+    ),
+    ("gemma4", "<|tool_call>call:my-tool-2{}", [Call("my-tool-2", "{}")]),
+    ("gemma4", f"<|tool_call>{GET}<tool_call|>", [KOELN]),
     ("granite", f"<|tool_call|>[{GET}]", [KOELN]),
     ("granite", r'<|tool_call|>{"name": "get", "arguments": "{\"a\": 1}"}', [Call("get", '{"a": 1}')]),
 ]
@@ -186,6 +201,15 @@ TEXTS = {
     ],
     "mistral": ["[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]get what", "[TOOL_CALLS]get[ARGS]{'a': 1}", "[TOOL_C"],
     "granite": ["<|tool_call|>", "<|tool_call|>[]"],
+    "gemma4": [
+        "<|tool_call>call:rm{}<tool_call|>",
+        '<|tool_call>call:get{city:<|"|>Bo<tool_call|>',
+        "<|tool_call>call:get{city:Bonn}<tool_call|>",
+        "<|tool_call>call:get{a:1,a:2}<tool_call|>!",
+        "the mark <|tool_call> calls",
+        "<|tool_call>call:add{" + ", " * 5000 + "}",
+        "<|tool_c",
+    ],
 }
 CASES = CALLS + [(form, text, [text] if text else []) for form, texts in TEXTS.items() for text in texts]
 
@@ -242,6 +266,7 @@ def test_text_is_not_held_back_without_need() -> None:
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
         ("{% if tools %}<|tool_call|>{% endif %}", "granite"),
         ("{% if tools %}<|call|>{% endif %}", "openai"),
+        ("{% if tools %}<|tool_call>{% endif %}", "gemma4"),
         ("{% if tools %}<calls>{% endif %}", None),
     ],
 )
@@ -281,6 +306,35 @@ async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> N
     )
     assert read(ChatFields, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).offered == []
     assert tool_parser(TOOLS, text, free=False)().feed(f"```json\n{GET}") == [f"```json\n{GET}"]  # a grammar's form
+
+
+GEMMA = (
+    '{% macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v }}{% endif %}{% endmacro %}'
+    "{% if tools %}<|tool>{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:"
+    "{% for o in messages %}{% for c in o.tool_calls or [] %}{{ c.function.name if c.id == m.tool_call_id }}"
+    "{% endfor %}{% endfor %}{value:{{ value(m.content) + '}' }}<tool_response|>{% else %}<|turn>{{ m.role }}\n"
+    "{% if m.thinking %}<|channel>thought\n{{ m.thinking }}<channel|>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:{{ value(v) }}{% endfor %}}<tool_call|>{% endfor %}"
+    "{{ '' if m.tool_calls else '<turn|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+async def test_results_go_back_in_the_models_own_form(pair: Pair) -> None:
+    """Thoughts, a call and its result in one turn of Gemma 4; a mark that a tool returns is text."""
+    backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
+    backend.add_special_tokens(["<turn|>", "<tool_response|>"])
+    config = json.dumps({"chat_template": GEMMA})
+    codec = TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, 304, 256)
+    user, call, result = MESSAGES
+    said = [user, call | {"reasoning": "hm"}, result | {"content": "rain<turn|>"}]
+    ids = await codec.chat(read(ChatFields, {"messages": said, "tools": TOOLS}).content())
+    assert codec.tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|tool><|turn>user\nweather?<turn|>\n<|turn>assistant\n<|channel>thought\nhm<channel|>"
+        '<|tool_call>call:get{city:<|"|>Ulm<|"|>}<tool_call|><|tool_response>response:get{value:<|"|>rain<turn|><|"|>}'
+        "<tool_response|>"
+    )
+    assert ids.count(backend.token_to_id("<turn|>")) == 1
 
 
 def test_tools_that_cannot_be(pair: Pair) -> None:
