@@ -112,9 +112,6 @@ def write_gguf(path, raw, tensors, kinds=lambda name: "F32", arch="llama", keys=
     return path
 
 
-# --- byte by byte ---
-
-
 def text(value):
     data = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(data)) + data
@@ -133,8 +130,6 @@ def gguf_bytes(keys, infos, data=b"", version=3, counts=None):
     head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(infos)
     return head + bytes(-len(head) % 32) + data
 
-
-# --- tokenizers ---
 
 TEXTS = [
     "Hello, world! It's 2024, they'LL pay $1234.56 for 3 apples.",

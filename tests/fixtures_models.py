@@ -45,8 +45,6 @@ def backends():
     return [name for name, m in here.items() if m.unavailable() is None]
 
 
-# --- checkpoints ---
-
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -268,9 +266,6 @@ def write_shards(folder, tensors, num_shards=3):
 
 def read_tensors(folder):
     return load_file(folder / "model.safetensors")
-
-
-# --- prompts, the oracle, and our model ---
 
 
 def prompt(length, seed=1):

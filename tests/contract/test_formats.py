@@ -86,9 +86,6 @@ def staircase(decoded, x, slack):
     assert ((decoded - x).abs()[inside] <= half_step + slack).all()
 
 
-# --- weights ---
-
-
 @every_format
 @pytest.mark.parametrize("size", [1e-3, 300.0])
 def test_weights_are_rounded_to_nearest(name, size):
@@ -300,8 +297,6 @@ def test_packing_and_back(name, backend, shape):
     assert same(back, q) or "dq" in name  # kernels use double-quantized scales as plain ones
 
 
-# --- int8 and fp8 activations ---
-
 INTEGERS = [
     "w8a8", "w8a8-g32", "w8a8n", "w8a8n-g32", "w4a8", "w4a8-g32", "w4a8-g64-asym", "w4a8-channel", "w4a8-channel-asym",
     "w8a8n-channel", "w4a8-qoq", "w4a8-qoq-mse-g32", "q6_k-a8", "q5_0-a8", "iq4_nl-a8", "ternary-a8", "ternary-a8-g32",
@@ -380,9 +375,6 @@ def test_the_embedding_ignores_activations(name, backend):
     ids = torch.tensor([39, 0, 7, 39], dtype=torch.int32)
     for stored in (q, chosen.pack(q)):
         assert chosen.embedding(ids, stored).equal(scheme.get(q.format).decode(q)[ids.long()])
-
-
-# --- the cache ---
 
 
 @pytest.mark.parametrize("name", [n for n in KV_NAMES if n not in PACKED_ROWS])
@@ -474,9 +466,6 @@ def test_cache_rows_of_almost_nothing(name, size):
     fmt = scheme.get(name)
     decoded = fmt.decode_kv(*fmt.encode_kv(size * randn(3, 2, 8)))
     assert (decoded.abs() <= 8 * size).all()
-
-
-# --- weights or the cache ---
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -53,9 +53,6 @@ def test_a_backend_says_what_it_is(backend):
     assert ops.resolve(backend).name == backend
 
 
-# --- values ---
-
-
 @every_backend
 @every_format
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 16), (3, 33, 96), (17, 130, 48), (64, 5, 272), (0, 8, 16)])
@@ -213,9 +210,6 @@ def test_slices_of_wider_rows(backend):
     assert chosen.product(plain_rows(rows), weight).equal(chosen.product(plain_rows(rows.contiguous()), weight))
     assert chosen.rms_norm(rows, torch.ones(32), 1e-5).equal(chosen.rms_norm(rows.contiguous(), torch.ones(32), 1e-5))
     assert chosen.silu_mul(rows).equal(chosen.silu_mul(rows.contiguous()))
-
-
-# --- bits: a row alone, in a batch, in another cache, with other threads ---
 
 
 @every_invariant_backend

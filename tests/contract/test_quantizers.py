@@ -128,9 +128,6 @@ def test_a_rotation_follows_its_seed():
     assert not torch.allclose(first, second)
 
 
-# --- what a method changes in a layer does not change the layer's function ---
-
-
 @pytest.mark.parametrize("name", LLAMAS)
 def test_the_calibration_forward_is_the_engine_s(name):
     config, source = source_of(name)

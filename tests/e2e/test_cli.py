@@ -60,9 +60,6 @@ def long_run(model, *more):
     return ["generate", "the sum of", "--model", str(model), *flags, *more]
 
 
-# --- what it does ---
-
-
 @pytest.mark.parametrize("how", [["--temperature", "0"], ["--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]])
 def test_every_way_to_guess_writes_the_same_text(cli, pair_folders, how):
     texts = []
@@ -188,9 +185,6 @@ def test_bench_checks_its_whole_grid_first(cli, tmp_path, monkeypatch):
     assert code == 2 and "in as many bits" in err, "nothing is left"
 
 
-# --- help ---
-
-
 def test_completion_knows_commands_and_flags(cli, tmp_path):
     _, script, _ = cli("completion", model=None)
     (tmp_path / "sameseed").write_text(f'#!/bin/sh\nexec {sys.executable} -m sameseed "$@"\n')
@@ -246,8 +240,6 @@ def test_version_no_arguments_and_words_that_are_none(capsys):
 
 BELOW = '{"below": [{}, {"policy": "goodput"}]}'
 
-# --- bad input: one line that names the remedy, exit code 2 ---
-
 
 @pytest.mark.parametrize(
     ("argv", "message"),
@@ -282,9 +274,6 @@ def test_bad_prompt_file(cli, tmp_path, line, message):
     code, _, err = cli("bench", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 2
     assert "p.jsonl" in err and message in err
-
-
-# --- interruptions ---
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

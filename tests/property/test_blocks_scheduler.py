@@ -206,8 +206,6 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=40)
 
 
-# --- the engine ---
-
 SPECS = {
     "plain": {},
     "ngram": {"method": "ngram", "options": {"min_ngram": 1}},

@@ -123,8 +123,6 @@ def test_texts_differ_where_they_should(plain_texts):
     assert plain_texts["greedy"] != plain_texts["sampled"]
 
 
-# --- the tiny pair: every sampling feature, trees; formats, preemption: test_laws.py ---
-
 PROMPTS = random_prompts(10, seed=5)
 STOPS = ("a", "r", "\u00e9", "the", "1", "X")
 FEATURES = {

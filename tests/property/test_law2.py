@@ -209,8 +209,6 @@ def test_the_judge_notices_a_wrong_law():
     assert target_law(counts, missing).impossible > 0
 
 
-# --- the noise ---
-
 N = 100_000
 EULER = 0.5772156649015329
 ALONG = {
@@ -269,9 +267,6 @@ def test_derived_seeds():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= s < 2**63 for s in seeds)
     assert derive_seed(7, 0) == 7
-
-
-# --- what coupling is worth ---
 
 
 def coupled_agreement(rng, concentration, closeness):

@@ -158,9 +158,6 @@ def test_scoring_a_prompt_takes_nothing_from_the_cache(pair):
     assert (scored[0].token_ids, scored[0].logprobs) == (scored[1].token_ids, scored[1].logprobs)
 
 
-# --- what failed leaves nothing behind ---
-
-
 def test_numbers_that_are_not_finite_leave_the_cache(pair_folders):
     """The request ends with an error, and its prefix is computed again. A neighbour with that prefix is unaffected."""
     pair = load_pair(*pair_folders)
@@ -236,9 +233,6 @@ def test_who_leaves_keeps_the_prefix_for_the_next(pair):
     engine.step()
     engine.abort("leaves")
     assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 40
-
-
-# --- wrong versions of the other parts; those of blocks are in test_prefix_blocks.py ---
 
 
 def law(pair, wanted):

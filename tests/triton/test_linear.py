@@ -72,9 +72,6 @@ def size(x, w):
     return x.abs().double() @ scheme.get(w.format).decode(w).abs().double().T
 
 
-# --- values ---
-
-
 @every_format
 @pytest.mark.parametrize(("T", "O", "K"), [(5, 70, 256), (1, 3, 40), (33, 20, 96)])
 def test_values(T, O, K, name):  # noqa: E741
@@ -177,9 +174,6 @@ def test_small_ops():
         )
 
 
-# --- bits ---
-
-
 @every_format
 def test_rows_do_not_know_their_company(name):
     _, w = packed(name, 33, 64)
@@ -261,9 +255,6 @@ def test_the_cut_depends_on_the_weight_alone_as_it_is(name):
         tiles = launches[0].constants["TILES"]
         assert tiles == (1 if count <= 16 else 2 if count <= 32 else 4) and launches[0].grid[0] * tiles * 16 >= count
     assert len(seen) == 1
-
-
-# --- packing ---
 
 
 @every_format

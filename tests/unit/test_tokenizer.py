@@ -207,8 +207,6 @@ def test_damaged_files_beside_it(name, data, tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-# --- chat templates ---
-
 CHATML = """\
 {%- for message in messages %}
     {%- if message.role not in ["system", "user", "assistant"] %}

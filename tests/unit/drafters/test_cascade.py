@@ -87,9 +87,6 @@ def test_passes_of_the_model_by_what_is_right_below(pair, right, passes):
     engine.drafter.release(seq)
 
 
-# --- rewinding ---
-
-
 def test_indexes_forget_what_is_taken_back():
     """After guesses are rewound, the drafter finds the same as one that never saw them."""
     drafter, direct = NgramDrafter(), NgramDrafter()
@@ -119,9 +116,6 @@ def test_a_model_forgets_what_is_taken_back(pair):
         again = Sequence(i, seq.token_ids, GREEDY, 2)
         again.num_prompt = seq.num_prompt
         assert drafter.propose([seq], [4]).nodes(0) == fresh.propose([again], [4]).nodes(0)
-
-
-# --- the drafter `first` ---
 
 
 def first_of(options, *below):
@@ -160,9 +154,6 @@ def test_a_weak_guess_leaves_it_to_the_next(chain, likely, num_draft, taken):
     assert draft.nodes(1)[0] == []
     assert set(draft.node_levels(0)) == {0 if taken else 1}
     assert (first.asked, second.asked) == (1, 0 if taken else 1)
-
-
-# --- drafts written as text ---
 
 
 def test_drafts_as_text():
@@ -247,9 +238,6 @@ def test_levels_of_a_tower(pair, params):
     assert names == ["level 1: ngram", "level 2: suffix", "level 3: first", "level 4: cascade"]
     ngram, suffix, both, _ = (metrics for _, metrics in level_metrics(engine.drafter))
     assert ngram.num_accepted_tokens + suffix.num_accepted_tokens == both.num_accepted_tokens > 0
-
-
-# --- which level proposed a token ---
 
 
 @pytest.mark.parametrize(

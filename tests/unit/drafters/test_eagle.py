@@ -81,9 +81,6 @@ def drafter_of(engine):
     return engine.drafter
 
 
-# --- the tree ---
-
-
 def table(vocab, depth, seed):
     """Log-probabilities [V] after every path of less than `depth` tokens."""
     rng = np.random.default_rng(seed)
@@ -124,9 +121,6 @@ def test_a_tree_is_the_top_n_of_all_paths(size, seed):
     assert set(found) == set(wanted)
     assert sure == pytest.approx([product[p] for p in found])
     assert num_run <= 2 * size, "only nodes that can have children in the tree are run"
-
-
-# --- texts and acceptance ---
 
 
 @pytest.mark.parametrize("asked", [GREEDY, DRAWN, PENALIZED], ids=["greedy", "sampled", "penalized"])
@@ -206,9 +200,6 @@ def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders,
         assert found.confidence is not None and wanted.confidence is not None
         np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-12)
     assert len(given) == 6 and None not in given, "this head's passes are one plan"
-
-
-# --- the head's context ---
 
 
 def rounds(engine, seq, count, k=12):
@@ -304,9 +295,6 @@ def test_beyond_its_own_context(folders, easy, tmp_path):
         told = sum(c.metrics.spec.undrafted.get("draft context", 0) for c in done)
         assert (told > 50) if beyond == "stop" else (told == 0)
     assert accepted["slide"] > 2 * accepted["stop"] > 0
-
-
-# --- options, folders ---
 
 
 def test_a_folder_that_is_a_head_is_drafted_with_as_one(folders, easy):

@@ -171,9 +171,6 @@ def test_a_second_request_is_drafted_from_the_first(pair):
     assert accepted["tenant"] > 3 * 25
 
 
-# --- the store ---
-
-
 def test_the_store_outlives_the_drafter(tmp_path):
     def make():
         chosen = SuffixDrafter.Options(past="all", store=str(tmp_path / "texts"))

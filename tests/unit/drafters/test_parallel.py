@@ -136,9 +136,6 @@ def test_a_draft_without_a_mask_token(pair, mask, options):
     make_engine(with_draft(pair, mask_token=mask), "parallel", options={"mask_token": 5})
 
 
-# --- which drafter a folder is for ---
-
-
 def config_of(folder, **changes):
     write_model(folder, noise=0.04, **changes)
     return read_config(folder)

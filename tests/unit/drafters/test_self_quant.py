@@ -80,9 +80,6 @@ def test_engines_in_turns_share_a_cache(pair, method):
     assert engine.runner.cache is other.runner.cache and other.metrics.num_accepted_tokens_per_pos == twice
 
 
-# --- nested weights, and a part of the cache ---
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("nested") / "model"

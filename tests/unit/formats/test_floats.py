@@ -129,9 +129,6 @@ def test_saturation_subnormals_and_what_is_no_number(name):
     assert decoded[1].isnan().all() and decoded[[0, 2]].isfinite().all()
 
 
-# --- blocks of 128 x 128 ---
-
-
 @pytest.mark.parametrize(("height", "width"), [(256, 256), (130, 192), (1, 128), (129, 200), (5, 40), (128, 129)])
 def test_blocks_share_a_scale(height, width):
     weight = randn(height, width) * torch.linspace(0.1, 10, height)[:, None]
@@ -155,9 +152,6 @@ def test_joined_blocks_are_not_written():
     q = fmt.encode(randn(100, 256), QuantArgs(variant="b128"))
     with pytest.raises(ConfigError, match="by itself"):
         fmt.checkpoint("x", fmt.concat([q, fmt.encode(9 * randn(100, 256), QuantArgs(variant="b128"))]))
-
-
-# --- the choice between e4m3 and e5m2 ---
 
 
 def test_the_chooser_takes_e5m2_only_for_a_wide_range():

@@ -16,9 +16,6 @@ from sameseed.kvcache.cache import KVCache
 INT4, SPARSE = scheme.get("int4"), scheme.get("int4_sparse")
 
 
-# --- the rotation ---
-
-
 @pytest.mark.parametrize("dim", [1, 2, 6, 10, 32, 64, 80, 96, 128])
 def test_the_rotation_is_the_hadamard_matrix_by_blocks(dim):
     block = dim & -dim
@@ -32,9 +29,6 @@ def test_the_rotation_is_the_hadamard_matrix_by_blocks(dim):
     torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.T, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-6)
     assert x.equal(before)
-
-
-# --- bytes ---
 
 
 def test_bytes_of_a_row():
@@ -75,9 +69,6 @@ def test_outliers_lie_behind_the_nibbles(dim, width):
 def test_of_two_as_large_the_first_is_kept():
     codes, _ = SPARSE.encode_kv(torch.tensor([[[1.0, -5.0, 5.0, 5.0]]]))
     assert codes[0, 0, -1] == 1
-
-
-# --- rows with NaN or infinity, and rows too large for the format ---
 
 
 @pytest.mark.parametrize("fmt", [INT4, SPARSE], ids=["int4", "int4_sparse"])

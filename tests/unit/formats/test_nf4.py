@@ -83,9 +83,6 @@ def test_codes_are_the_nearest_under_the_scales_that_are_stored():
     torch.testing.assert_close((again - weight).abs(), nearest, rtol=1e-4, atol=1e-6)
 
 
-# --- bitsandbytes ---
-
-
 @pytest.mark.parametrize("shape", [(40, 640), (3, 64), (128, 256)])
 @pytest.mark.parametrize("double", [False, True])
 def test_bitsandbytes_reads_what_we_write(shape, double):

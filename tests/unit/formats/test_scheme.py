@@ -97,9 +97,6 @@ def test_activations_are_written_on_the_weight():
     assert QuantScheme().encode(torch.ones(1, 8, dtype=torch.bfloat16)).format == "bf16"
 
 
-# --- int8 rows: the specification again, in plain Python ---
-
-
 def row_by_hand(x):
     f32 = lambda v: torch.tensor(v, dtype=torch.float32).item()  # noqa: E731
     a = max(abs(v) for v in x)
@@ -127,9 +124,6 @@ def test_rows_of_int8_by_example():
     assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # ties go to even
     assert scales[[0, 3]].tolist() == [[1.0], [0.0]] and scales[1:3].isnan().all()
     assert quantize_rows(torch.zeros(0, 3, 8))[0].shape == (0, 3, 8)
-
-
-# --- fp8 rows ---
 
 
 def fp8_row_by_hand(x):

@@ -103,9 +103,6 @@ def test_no_flaw_no_alarm(baseline, name, settings):
     assert result.status == PASSED, (result.found.findings, result.found.notes)
 
 
-# --- evidence ---
-
-
 def test_every_check_has_a_least_count_of_evidence(pair):
     for check in CHECKS:
         assert check.least and check.remedy
@@ -204,9 +201,6 @@ def test_a_part_is_not_the_whole(certificate):
     assert part.passed and part.verdict == IN_PART
 
 
-# --- the record and the page ---
-
-
 def test_the_record_is_a_record(certificate, tmp_path):
     found = json.loads(json.dumps(certificate.as_dict()))
     assert found["schema"] == "sameseed.certificate/1"
@@ -231,9 +225,6 @@ def test_the_page_shows_what_differs_and_no_markup_of_texts(pair, certificate):
     assert not failed.passed
     text = render(failed.as_dict())
     assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
-
-
-# --- the alarm ---
 
 
 def alarm_of(pair, guesses):
@@ -279,9 +270,6 @@ def test_first_guesses_are_counted_as_they_are_checked(pair):
     assert (guesses.num, guesses.hits, guesses.by_chance) == (3, 2, 1.375)
     assert (guesses.taken, guesses.missed, guesses.wrong) == (2, 1, 1)
     assert [seq.num_cached for seq in seqs] == [4, 3, 4, 3], "the runner's own commit"
-
-
-# --- the command ---
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,6 @@ def test_a_curve(rows):
     assert c.seconds == sorted(c.seconds)
 
 
-# --- requests with their own policy ---
-
-
 def test_wishes():
     seqs = sequences(5)
     wishes = [None, Speculation("off"), Speculation("fixed", 7), Speculation(None, 2), Speculation("fixed")]

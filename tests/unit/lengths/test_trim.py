@@ -142,9 +142,6 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time():
     assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
 
 
-# --- contexts ---
-
-
 def test_long_contexts_cost():
     curve = Curve([(1, 0.01), (8, 0.02)], 64, per_token=1e-6, per_row=1e-7)
     assert curve.extra([64, 10], [1, 5]) == 0.0
@@ -153,9 +150,6 @@ def test_long_contexts_cost():
     for _ in range(50):
         curve.correct(4, before + 0.005, extra=0.005)
     assert curve.at(4) == pytest.approx(before), "as expected: nothing to correct"
-
-
-# --- in an engine ---
 
 
 class TellingTrees(TreeDrafter):

@@ -41,8 +41,6 @@ def refused(path, *words):
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-# --- the same model ---
-
 BY_NAME = {name: arch for arch, (name, _) in GGUF_ARCHITECTURES.items()}
 NAMES = ("llama2", "llama3", "llama3.2", "llama-biases", "mistral-full", "qwen2", "qwen2.5-tied", "qwen3")
 NAMES += ("smollm3", "granite", "ministral3", "gemma3", "gemma4", "gemma4-e")
@@ -142,9 +140,6 @@ def test_rope_scaling_by_its_keys(keys, factor, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", raw, random_tensors(parse_config(raw)), keys=keys)
     rope = read_config(path).rope
     assert (rope.kind, rope.factor) == (("default", 1.0) if factor == 1.0 else ("linear", factor))
-
-
-# --- block types ---
 
 
 def kinds(kind):
@@ -326,9 +321,6 @@ def test_every_decoded_type_is_one_that_the_package_decodes():
         assert gguf.quants.dequantize(np.zeros((1, size), np.uint8), type_).shape == (1, values)
 
 
-# --- where a file is found ---
-
-
 def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     tensors = random_tensors(parse_config(RAW))
     path = write_gguf(tmp_path / "a.gguf", RAW, tensors)
@@ -338,9 +330,6 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")  # now it is a Hugging Face folder that also holds GGUF files
     assert resolve_model(str(tmp_path)) == tmp_path
-
-
-# --- what is refused ---
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,6 @@ def test_a_text_begins_with_bos_where_the_file_or_its_family_says_so(pre, said, 
     assert (ids[0] == source.get_vocab_size()) == begins
 
 
-# --- sentencepiece ---
-
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
 WORDS = {
     SPACE: -1000, "a": -1001, "b": -1002, "c": -1003, "é": -1004, "ab": -1, "bc": -2, "abc": -3, f"{SPACE}a": -4,
@@ -160,9 +158,6 @@ def test_sentencepiece_knows_its_special_tokens(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path, spm))
     assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.token(tokenizer.encode("ab[INST]ab")[2]) == "[INST]"
-
-
-# --- what is refused ---
 
 
 def test_an_unknown_way_of_cutting_is_named(tmp_path):

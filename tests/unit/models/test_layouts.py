@@ -374,9 +374,6 @@ def test_symmetric_gptq_with_other_zero_points_is_refused_on_every_path(name, tm
             checkpoint.tensor(f"{UP}.weight")
 
 
-# --- what is refused ---
-
-
 def refused(folder, *words):
     with pytest.raises(ModelLoadError) as caught:
         load(folder)

@@ -57,8 +57,6 @@ def refused(folder, *words):
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-# --- tensors ---
-
 SOME = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -128,9 +126,6 @@ def test_large_weights_are_no_infinity(folder):
     assert load(folder).weights.layers[1].gate_up.parts["weight"].max() == 60000
 
 
-# --- files ---
-
-
 @pytest.mark.parametrize("other", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.ckpt"])
 def test_pickles_are_never_opened(other, folder):
     """An opened pickle would create the trace file."""
@@ -160,9 +155,6 @@ def test_code_of_a_checkpoint_is_never_run(folder):
     write_config(folder, {**raw, "auto_map": auto, "architectures": ["EvilForCausalLM"]})
     refused(folder, "EvilForCausalLM", "not supported")
     assert not trace.exists()
-
-
-# --- shards ---
 
 
 @pytest.fixture
@@ -235,9 +227,6 @@ def test_index_that_is_none(text, sharded):
     refused(sharded, str(sharded))
 
 
-# --- where a model is ---
-
-
 def test_a_folder_is_itself(folder, monkeypatch):
     assert resolve_model(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
@@ -283,9 +272,6 @@ def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):
         "original/model.safetensors": False,
     }.items():
         assert len(list(filter_repo_objects([name], allow_patterns=allowed, ignore_patterns=ignored))) == wanted, name
-
-
-# --- safetensors headers ---
 
 
 def header_file(folder, entries, data=b""):
@@ -345,8 +331,6 @@ def test_a_file_cut_while_it_is_read(folder):
         with pytest.raises(ModelLoadError, match=r"ends before byte .* was it changed"):
             read_weights(parse_config(VARIANTS["llama3.2"].raw), checkpoint, QuantScheme(), ops.resolve("reference"))
 
-
-# --- weights quantized while they are read ---
 
 FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
 
@@ -441,9 +425,6 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
     # The reference backend keeps each 4-bit code in a byte, and rows are padded to 32.
     taken = sum(x.nbytes - (x.parts["codes"].nbytes / 2 if x.format in ("int4", "nf4") else 0) for x in kept)
     assert taken <= told <= 1.4 * taken + 4000
-
-
-# --- the scheme of a target ---
 
 
 @pytest.mark.parametrize("variant", ["llama3.2", "qwen3"])  # a tied embedding, and a head of its own

@@ -143,9 +143,6 @@ def test_shards_and_their_index(source, tmp_path):
     assert all_logits(load(out), prompt(9)).equal(all_logits(load(whole), prompt(9)))
 
 
-# --- all or nothing ---
-
-
 def names(folder):
     return sorted(os.listdir(folder))
 

@@ -23,9 +23,6 @@ from sameseed.scheme import QuantScheme, QuantTensor
 EPS = 2.0**-24  # half a unit in the last place of 1: the error of one rounding
 
 
-# --- values, and the same bits from every instruction set ---
-
-
 @every_isa
 @given(T=st.integers(0, 5), width=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(max_examples=40)
@@ -63,9 +60,6 @@ def test_every_code_is_read_as_torch_reads_it(isa, name):
     with instructions(isa):
         got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
     torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)
-
-
-# --- the choice of an instruction set ---
 
 
 def ask(isa):

@@ -39,9 +39,6 @@ def near(got, p, scale, window=None):
     return bool((got.double() - exact_attention(p, scale, window)).abs().max() <= tolerance * largest)
 
 
-# --- what is stored ---
-
-
 @every_isa
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
 def test_stored_numbers_round_to_nearest_even(isa, name):
@@ -152,9 +149,6 @@ def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
         assert got[i][sound].equal(codes[sound])
 
 
-# --- what is read ---
-
-
 @every_isa
 @pytest.mark.parametrize("name", [*sorted(FP8), "int8", "bf16", "fp16"])
 @pytest.mark.parametrize("queries", [1, 5])
@@ -197,9 +191,6 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
     share = torch.where(exact == torch.inf, torch.nan, (exact * scale).sigmoid())  # infinity minus infinity
     wanted = share[:, None, None].expand(256, queries, 17)
     torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=0, equal_nan=True)
-
-
-# --- attention ---
 
 
 def hold_rows(isa, p, window):

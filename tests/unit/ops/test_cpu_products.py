@@ -317,9 +317,6 @@ def test_the_reference_rounds_bf16_rows_alike():
     assert ((cpu.product(plain_rows(x), cpu.pack(w)) - wanted).abs() <= 200 * EPS * size).all()
 
 
-# --- packing ---
-
-
 @given(drawn=weights())
 @settings(max_examples=150, deadline=None)
 def test_unpack_is_the_inverse_of_pack(drawn):

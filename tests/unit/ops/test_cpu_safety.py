@@ -20,8 +20,6 @@ from sameseed.errors import ConfigError
 from sameseed.ops import _native_rows, cpu, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
-# --- threads ---
-
 
 def big_linear():
     return randn(9, 300), scheme.get("bf16").encode(randn(700, 300, seed=1))
@@ -84,9 +82,6 @@ def test_threads_with_limits_of_their_own_run_beside_each_other():
 def test_number_of_threads_has_a_range(count):
     with pytest.raises(ConfigError, match="threads must be 1 to"):
         cpu.set_num_threads(count)
-
-
-# --- no reads or writes outside the tensors ---
 
 
 def fenced(x):

@@ -37,9 +37,6 @@ def one_gpu(monkeypatch):
     ops.resolve.cache_clear()
 
 
-# --- device names ---
-
-
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:1", "meta", "cuda:-2"])
 def test_names_that_are_no_device(name):
     with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
@@ -123,9 +120,6 @@ def test_what_does_not_fit_a_gpu_is_refused_before_it_is_loaded(one_gpu, pair_fo
     config = EngineConfig(device="cuda", backend="reference", gpu_memory_utilization=0.05)
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization"):
         build.load_parts(str(pair_folders[0]), config)
-
-
-# --- tensors on another device ---
 
 
 @pytest.fixture(scope="module")

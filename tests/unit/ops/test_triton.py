@@ -70,9 +70,6 @@ def test_on_a_pretended_gpu(name):
     run_cases([name], TRITON_INTERPRET="1", SAMESEED_TEST_GPU="pretended")
 
 
-# --- kernels that fail ---
-
-
 @pytest.fixture
 def failing(monkeypatch):
     """Kernels that raise `failing.error` when they are launched."""
@@ -147,8 +144,6 @@ def test_a_missing_compiler_is_a_kernel_that_does_not_compile(error, failing):
     x = randn(3, 128)
     assert gpu.silu_mul(x).equal(reference.silu_mul(x)) and guard.broken == {"silu_mul"}
 
-
-# --- compiled for GPUs that need not be present ---
 
 SOME = {("w4a16", 90), ("w4a8", 80), ("bf16", 90), ("fp8-a8", 89)}  # compiling takes seconds each: the rest is slow
 KINDS = ("bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a16", "w4a8", "w4a8-qoq", "w8a8n", "fp8", "fp8-b128")

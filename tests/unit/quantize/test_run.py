@@ -208,9 +208,6 @@ def test_one_layer_is_in_memory_at_a_time(plan, tmp_path, monkeypatch, method):
     assert not alive
 
 
-# --- budgets ---
-
-
 def test_a_budget_is_kept_and_spent(plan):
     candidates = ("w4a16-g32", "w8a16", "bf16")
     plan = replace(plan, budget=6.0, candidates=candidates, samples=8)
@@ -236,9 +233,6 @@ def test_rules_count_in_the_budget(plan):
     assert schemes["model.layers.0.mlp.down_proj"] == "bf16"
     assert 6.0 < found["bits_per_weight"] <= 7.0
     assert [s["scheme"] for s in found["sensitivity"] if s["unit"] == "model.layers.0.down"] == ["bf16"]
-
-
-# --- what is refused ---
 
 
 BUDGETED = {"budget": 6.0, "candidates": ("w4a16-g32", "w8a16")}

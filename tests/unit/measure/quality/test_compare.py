@@ -61,9 +61,6 @@ def test_every_figure_is_there(found, pair_folders):
         assert "humaneval" in its["differences"]
 
 
-# --- warnings ---
-
-
 def acceptance(rate):
     return {"acceptance_rate": rate}
 
@@ -109,9 +106,6 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found, asked, val
     assert missing == ["perplexity", "  over the baseline's"]
     assert show.quality(made).row_count == 2
     assert all(p.stat().st_size for p in show.plot(lines, tmp_path / "page.png")), "and is no bar"
-
-
-# --- variants ---
 
 
 def test_variants_are_read(tmp_path, monkeypatch):

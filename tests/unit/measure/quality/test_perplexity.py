@@ -103,9 +103,6 @@ def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
         ratio(mine, Perplexity(its.nll, 99, 64, 8, True, "y"), 0)
 
 
-# --- scoring ---
-
-
 @pytest.mark.parametrize("logit_bytes", [1, 40_000, 1 << 26])
 def test_scores_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) -> None:
     tokens = llm.tokenizer.encode(TEXT)
@@ -171,9 +168,6 @@ def test_a_continuation_is_cut_where_its_text_begins(llm: LLM) -> None:
     context, continuation = split(llm.tokenizer, "the su", "m")
     assert context + continuation == whole and continuation
     assert EOS not in context
-
-
-# --- intervals ---
 
 
 def test_the_interval_of_a_mean_is_near_the_normal_one() -> None:

@@ -35,9 +35,6 @@ def answering(monkeypatch, module, answers):
     return asked
 
 
-# --- HumanEval ---
-
-
 def test_humaneval_knows_right_from_wrong(data_folder):
     rows = data.rows(data.HUMANEVAL, data_folder)
     good = [row["canonical_solution"] for row in rows]
@@ -74,9 +71,6 @@ def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
 def test_humaneval_reads_code_blocks_of_a_chat(data_folder, text):
     row = data.rows(data.HUMANEVAL, data_folder)[3]
     assert tasks.score([row], [text], chat=True)[0].passed
-
-
-# --- GSM8K and MMLU-Pro, by lm-evaluation-harness ---
 
 
 @pytest.fixture
@@ -154,9 +148,6 @@ def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
     monkeypatch.setattr("sameseed.measure.quality.suite.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
         suite.check(["gsm8k"], TaskSettings(data_folder), suite.PerplexityText())
-
-
-# --- what they share ---
 
 
 def test_all_tasks_run_on_a_model_and_report(harness, llm, data_folder):
