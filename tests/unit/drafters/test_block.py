@@ -27,14 +27,6 @@ WARM = SamplingParams(temperature=0.8)
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
-def drafter_of(engine):
-    return engine.drafter
-
-
-def head_of(pair):
-    return pair.block
-
-
 @dataclass(frozen=True)
 class Loud:
     """A pair whose block head has large random weights, so that every part of the head affects the guesses."""
@@ -54,7 +46,7 @@ def loud(pair, tmp_path_factory):
 
 def by_hand(loud, seq, count):
     """The chain by the papers' formulas, from the target's hidden states of the whole text."""
-    config, w, target = head_of(loud.pair).config, loud.tensors, loud.pair.target
+    config, w, target = loud.pair.block.config, loud.tensors, loud.pair.target
     ((states, _),) = target_states(target, [seq.token_ids[:-1]], config.captures(2))
     chain = []
     for row in plain_block(config, w, states, seq.token_ids[-1], target)[:count]:
@@ -64,8 +56,8 @@ def by_hand(loud, seq, count):
     return chain
 
 
-def guesses_right(loud):
-    """Whether the drafts of several rounds, with right and wrong guesses, equal those of `by_hand`."""
+def test_guesses_are_the_heads_own_over_the_targets_states(loud):
+    """Drafts of several rounds, with right and wrong guesses, equal those of `by_hand`."""
     engine = make_engine(loud.pair, "block", k=5, block=4)
     seqs = [Sequence(i, p, [GREEDY, WARM][i % 2], 7 + i) for i, p in enumerate(PROMPTS[1:])]
     for seq in seqs:
@@ -73,20 +65,14 @@ def guesses_right(loud):
     for _ in range(5):
         decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], [5] * len(seqs))
         again = engine.drafter.propose(seqs, [5] * len(seqs))
-        if any(again.nodes(b)[0] != by_hand(loud, seq, 5) for b, seq in enumerate(seqs)):
-            return False
-    return True
-
-
-def test_guesses_are_the_heads_own_over_the_targets_states(loud):
-    assert guesses_right(loud)
+        assert [again.nodes(b)[0] for b in range(len(seqs))] == [by_hand(loud, seq, 5) for seq in seqs]
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_the_cache_after_every_round_is_that_of_fresh_states(pair, kv):
     """The head's cache equals, bit for bit, one made from fresh states: no block rows, no trace of wrong guesses."""
     engine = make_engine(pair, "block", k=5, block=4, kv=kv)
-    drafter, compared = drafter_of(engine), 0
+    drafter, compared = engine.drafter, 0
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0))
     while engine.has_work:
@@ -97,7 +83,7 @@ def test_the_cache_after_every_round_is_that_of_fresh_states(pair, kv):
             holder = drafter.followers[seq].holder
             if not holder.num_cached:
                 continue
-            head = head_of(pair)
+            head = pair.block
             c, cache = head.config.layer, drafter.runner.cache
             fresh = BlockRunner(head, KVCache(c.kv_shapes, 64, 4, kv))
             kept = Sequence(0, (), SamplingParams(), 0)
@@ -133,7 +119,7 @@ def test_a_folder_of_a_block_head_is_drafted_with_as_one(pair_folders):
     assert resolve(parse_draft(block)).spec.method == "block"
     assert resolve(parse_draft(head)).spec.method == "eagle"
     engine = build_engine(str(target), EngineConfig(max_num_seqs=2, spec=parse_draft(block)))
-    assert drafter_of(engine).most == 7
+    assert engine.drafter.most == 7
     for method, model, other in (("eagle", block, "block"), ("block", head, "eagle")):
         with pytest.raises(ConfigError, match=f"--draft {other}"):
             build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig(method, model)))

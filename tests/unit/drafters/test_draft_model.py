@@ -85,10 +85,6 @@ class Judge(ConfidenceLength):
         return self.says(paths)
 
 
-def drafter_of(engine):
-    return engine.drafter
-
-
 def with_draft(pair, folder, **config):
     """The same target with another draft."""
     write_model(folder, noise=0.04, **config)
@@ -121,14 +117,14 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
     wide, width = 1 + siblings, limit or TOKENIZER_SIZE
     options = {"siblings": siblings}
     at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options=options) for _ in range(2))
-    calls, grow = [], drafter_of(at_once).runner.grow
+    calls, grow = [], at_once.drafter.runner.grow
 
     def watched(*how):
         calls.append(grow(*how))
         return calls[-1]
 
-    drafter_of(at_once).runner.grow = watched
-    drafter_of(by_token).runner.grow = lambda *_: None
+    at_once.drafter.runner.grow = watched
+    by_token.drafter.runner.grow = lambda *_: None
     prompts = random_prompts(len(asked), seed=4, vocab_size=width)
     seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
     long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
@@ -137,8 +133,8 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
         for given, k in (([*seqs, long], 9 * wide), (seqs, 1), (seqs[:1], 6 * wide), (seqs, 4 * wide + 1)):
             drafts = []
             for engine, count in ((at_once, threads), (by_token, 1)):
-                drafter_of(engine).policy = drafter_of(engine).writer.policy = Judge(9, least, ends)
-                drafter_of(engine).writer.vocab_limit = limit or MODEL_VOCAB
+                engine.drafter.policy = engine.drafter.writer.policy = Judge(9, least, ends)
+                engine.drafter.writer.vocab_limit = limit or MODEL_VOCAB
                 with using(count):
                     drafts.append(engine.drafter.propose(given, [k] * len(given)))
             found, wanted = drafts
@@ -146,7 +142,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
             assert found.confidence is not None and wanted.confidence is not None
             np.testing.assert_allclose(found.confidence, wanted.confidence, rtol=1e-6)
             shadows = [
-                [(s.token_ids, not limit and s.num_cached) for s in map(drafter_of(e).followers.__getitem__, given)]
+                [(s.token_ids, not limit and s.num_cached) for s in map(e.drafter.followers.__getitem__, given)]
                 for e in (at_once, by_token)
             ]
             assert shadows[0] == shadows[1]
@@ -166,7 +162,7 @@ def using(threads):
 def test_siblings_join_the_chain_as_leaves(pair):
     """Siblings do not change the chain: they are the likeliest other tokens of its places, added as leaves."""
     draft = [
-        drafter_of(make_engine(pair, "draft_model", k=9, options={"siblings": s})).propose(
+        make_engine(pair, "draft_model", k=9, options={"siblings": s}).drafter.propose(
             [Sequence(0, PROMPTS[0], ASKED, 6)], [3 * (1 + s)]
         )
         for s in (0, 2)
@@ -183,7 +179,7 @@ def test_siblings_join_the_chain_as_leaves(pair):
 def test_catching_up_in_passes_of_bounded_size(pair, monkeypatch, prefill_rows):
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
-    runner = drafter_of(engine).runner
+    runner = engine.drafter.runner
     forward, sizes = runner.forward, []
 
     def counted(seqs, draft, num_pending, *more, **named):
@@ -210,7 +206,7 @@ def test_padding_of_the_draft_is_never_proposed(pair, tmp_path):
     wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
     wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
     engine = make_engine(wide, "draft_model", k=4)
-    assert drafter_of(engine).followers.vocab_limit == MODEL_VOCAB
+    assert engine.drafter.followers.vocab_limit == MODEL_VOCAB
     seen = []
     propose = engine.drafter.propose
 
@@ -234,7 +230,7 @@ def test_tokens_that_the_draft_does_not_have(pair, tmp_path):
     plain = run(make_engine(pair), PROMPTS, asked)
     assert any(302 in c.token_ids for c in plain)
     engine = make_engine(narrow, "draft_model", k=4)
-    assert drafter_of(engine).followers.vocab_limit == 300
+    assert engine.drafter.followers.vocab_limit == 300
     assert texts(run(engine, PROMPTS, asked)) == texts(plain)
     assert engine.metrics.num_draft_tokens > 0
 
@@ -243,7 +239,7 @@ def test_tokens_that_the_draft_does_not_have(pair, tmp_path):
 def test_confidence_is_how_likely_the_target_agrees(pair, temperature):
     """Confidence is the draft's probability if greedy, else the token's share of exp(log p + noise) as in `choices`."""
     engine = make_engine(pair, "draft_model", k=3, confidence=0.0)
-    drafter = drafter_of(engine)
+    drafter = engine.drafter
     seq = Sequence(0, [5, 6, 7], SamplingParams(temperature=temperature), 11)
     draft = drafter.propose([seq], [3])
     check = Sequence(1, [5, 6, 7, *draft.tokens.tolist()], SamplingParams(), 0)

@@ -77,10 +77,6 @@ def engine_of(pair, k=12, *, spec=None, tokens=2048, **settings):
     return assemble(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models if k else ())
 
 
-def drafter_of(engine):
-    return engine.drafter
-
-
 def table(vocab, depth, seed):
     """Log-probabilities [V] after every path of less than `depth` tokens."""
     rng = np.random.default_rng(seed)
@@ -142,7 +138,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy):
 
     With truncated sampling this holds nearly always: truncated tokens rank lower, but may still come first.
     """
-    drafter = drafter_of(engine_of(easy))
+    drafter = engine_of(easy).drafter
     generator = torch.Generator().manual_seed(0)
     whole = replace(DRAWN, temperature=1.0, top_p=1.0)
     for asked in (
@@ -175,7 +171,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy):
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders, easy, head, k, least):
     engine = engine_of(pair_of(folders, easy, head), k, depth=6, top_k=5, block=4, confidence=least)
-    runner = drafter_of(engine).runner
+    runner = engine.drafter.runner
     in_one_call, given = runner.grow, []
 
     def watched(*how):
@@ -227,7 +223,7 @@ def test_a_guess_is_that_of_a_head_that_sees_the_text_anew(folders, easy, head):
         rounds(engine, seq, 3)
         again = read_anew(fresh, seq)
         assert engine.drafter.propose([seq], [12]).nodes(0) == fresh.drafter.propose([again], [12]).nodes(0)
-        holder = drafter_of(engine).followers[seq].holder
+        holder = engine.drafter.followers[seq].holder
         assert len(holder.blocks) == engine.runner.blocks.blocks_for(holder.num_cached), "guessed rows are gone"
         fresh.drafter.release(again)
         fresh.runner.blocks.release(again)
@@ -280,14 +276,14 @@ def test_beyond_its_own_context(folders, easy, tmp_path):
     for beyond in ("slide", "stop"):
         engine = engine_of(pair, 6, beyond=beyond)
         highest = []
-        expand = drafter_of(engine).runner.expand
-        drafter_of(engine).runner.grow = lambda *_: None  # level by level, to be watched
+        expand = engine.drafter.runner.expand
+        engine.drafter.runner.grow = lambda *_: None  # level by level, to be watched
 
         def watched(levels, features, expand=expand, highest=highest):
             highest.extend(x.holder.num_cached + x.masks[0].bit_count() - 1 for x in levels)
             return expand(levels, features)
 
-        drafter_of(engine).runner.expand = watched
+        engine.drafter.runner.expand = watched
         done = run(engine, PROMPTS, asked)
         assert texts(done) == plain
         accepted[beyond] = engine.metrics.num_accepted_tokens
@@ -302,8 +298,8 @@ def test_a_folder_that_is_a_head_is_drafted_with_as_one(folders, easy):
     for method, quant in (("draft_model", "auto"), ("eagle", "w4a8,lm_head=w8a8")):
         spec = SpecConfig(method, str(folders / "eagle"), quant, num_draft_tokens=8)
         engine = build_engine(str(folders / "target"), EngineConfig(spec=spec, max_num_seqs=4))
-        assert drafter_of(engine).runner.cache.num_blocks == engine.runner.cache.num_blocks
-        assert len(drafter_of(engine).runner.cache.layers) == 1
+        assert engine.drafter.runner.cache.num_blocks == engine.runner.cache.num_blocks
+        assert len(engine.drafter.runner.cache.layers) == 1
         assert texts(run(engine, PROMPTS, GREEDY)) == plain
         assert engine.metrics.num_accepted_tokens > 30
         assert_nothing_left(engine)

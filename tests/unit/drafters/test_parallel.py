@@ -27,10 +27,6 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 MASK = MODEL_VOCAB - 1
 
 
-def drafter_of(engine):
-    return engine.drafter
-
-
 def remade(model, **changes):
     """The same weights with other config fields."""
     return Llama(replace(model.config, **changes), model.weights, model.ops)
@@ -53,28 +49,22 @@ def by_hand(model, seq, count):
     return chain
 
 
-def guesses_right(pair):
-    """Whether the drafts of several rounds, right and wrong, greedy and sampled, equal those of `by_hand`."""
+def test_guesses_are_the_models_own_behind_masks(pair):
+    """Drafts of several rounds, right and wrong, greedy and sampled, equal those of `by_hand`."""
     engine = make_engine(pair, "parallel", k=5, block=4)
     seqs = [Sequence(i, p, params, 7 + i) for i, (p, params) in enumerate(zip(PROMPTS, [ASKED, GREEDY] * 3))]
     for taken in (0, 2, 5, 1):
         draft = engine.drafter.propose(seqs, [5] * len(seqs))
-        if any(draft.nodes(b)[0] != by_hand(pair.draft, seq, 5) for b, seq in enumerate(seqs)):
-            return False
+        assert [draft.nodes(b)[0] for b in range(len(seqs))] == [by_hand(pair.draft, seq, 5) for seq in seqs]
         for b, seq in enumerate(seqs):
             seq.token_ids += [*draft.nodes(b)[0][:taken], 9]
-    return True
-
-
-def test_guesses_are_the_models_own_behind_masks(pair):
-    assert guesses_right(pair)
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])
 def test_the_cache_after_every_round_is_a_fresh_prefills(pair, kv):
     """The cache equals a prefill bit for bit: no mask rows stay, and accepted tokens are computed again as tokens."""
     engine = make_engine(pair, "parallel", k=5, block=4, kv=kv)
-    drafter, compared = drafter_of(engine), 0
+    drafter, compared = engine.drafter, 0
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", tuple(prompt), [ASKED, GREEDY][i % 2], i, 0, streamed=False))
     while engine.has_work:
@@ -92,7 +82,7 @@ def test_the_cache_after_every_round_is_a_fresh_prefills(pair, kv):
 
 def test_a_draft_of_any_length_is_one_pass(pair, monkeypatch):
     engine = make_engine(pair, "parallel", k=7)
-    runner, rows = drafter_of(engine).runner, []
+    runner, rows = engine.drafter.runner, []
     forward = runner.forward
 
     def counted(seqs, draft, num_pending, *more, **named):
@@ -175,7 +165,7 @@ def test_a_folder_with_a_mask_token_is_drafted_with_in_parallel(pair_folders, tm
     assert resolve(parse_draft(str(pair_folders[1]))).spec.method == "draft_model"
     assert resolve(parse_draft(f"ngram + {name}")).spec.below[1].method == "parallel"
     engine = build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=parse_draft(name)))
-    assert drafter_of(engine).mask == MASK and drafter_of(engine).most == 4
+    assert engine.drafter.mask == MASK and engine.drafter.most == 4
     spec = SpecConfig("parallel", str(pair_folders[1]))
     with pytest.raises(ConfigError, match="names no mask token"):
         build_engine(str(pair_folders[0]), EngineConfig(max_num_seqs=2, spec=spec))
