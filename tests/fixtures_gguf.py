@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from functools import partial
 
 import gguf
@@ -14,8 +13,6 @@ from sameseed.models.config import family
 from sameseed.models.gguf.kquants import TYPES
 from sameseed.models.gguf.source import PAIRS_BESIDE, gguf_name
 from sameseed.scheme import get
-
-Kinds = Callable[[str], str]  # GGUF name of a matrix -> its type
 
 
 def for_rope(weight, heads):

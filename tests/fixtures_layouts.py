@@ -1,7 +1,6 @@
 """A tiny model in the layouts of other tools, written bit by bit from their documentation, and the values they mean."""
 
 import json
-from collections.abc import Callable
 
 import torch
 from fixtures_models import BASE, random_tensors, write_config
@@ -15,9 +14,6 @@ RAW = {
     **BASE, **SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
-Tensors = dict[str, Tensor]
-# Writes a layout: weight [O, K], module, random numbers -> stored tensors, and the matrix that they mean (float32).
-Writer = Callable[[Tensor, str, torch.Generator], tuple[Tensors, Tensor]]
 
 
 def is_linear(name):

@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 from lawkit import SAMPLED, assert_nothing_left
@@ -69,9 +68,6 @@ def hold(monkeypatch):
         return go
 
     return held
-
-
-Hold = Callable[[AsyncLLM], threading.Event]
 
 
 async def test_eight_at_once_write_what_each_writes_alone(llm, pair_folders):

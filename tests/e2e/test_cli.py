@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from sameseed import LLM
 from sameseed.cli import COMMANDS, main
 from sameseed.report import record
 
-Cli = Callable[..., tuple[int, str, str]]
 LONG = 4000  # tokens: seconds of work, so that an interruption comes in the middle
 
 FIXED = ("--policy", "fixed")  # a policy that measures time may draft nothing

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -19,8 +18,6 @@ from sameseed.devices import native_isa
 pytestmark = pytest.mark.slow
 DIST = Path(__file__).resolve().parents[2] / "dist"
 PROMPT = "A plant needs light because"
-
-Run = Callable[..., str]
 
 
 def matching_wheel():

@@ -39,7 +39,6 @@ OTHER = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "iter"}
-Edit = tuple[str, ast.AST]  # kind of mistake, and the node to put there
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,6 @@ OTHER = torch.randn(V, V, generator=torch.Generator().manual_seed(2)) * 1.5  # l
 
 LIKELIEST = OTHER.argmax(1).tolist()
 
-Tree = tuple[list[int], list[int]]
-
 
 def own_path(table, seq, length):
     """The next tokens of a model with these logits, drawn with the same noise, as drafters do."""
@@ -228,22 +226,6 @@ def test_noise_is_gumbel(along):
     assert abs(float(noise.var()) - deviation**2) < 4 * deviation**2 * math.sqrt(4.4 / n)  # kurtosis 5.4
     cells = Counter((int(u * 64),) for u in torch.exp(-torch.exp(-noise)).tolist())
     assert target_law(cells, {(i,): 1 / 64 for i in range(64)}).p_value > MIN_P_VALUE
-
-
-@pytest.mark.parametrize(
-    "neighbour", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, -1), (1, -1, 0), (1, 0, 1), (0, 0, 64)], ids=str
-)
-def test_noise_of_neighbours_is_independent(neighbour):
-    """G-test over an 8 x 8 grid of quantiles of the noise at (seed, position, token) and at a neighbour."""
-    ds, dp, dt = neighbour
-    pairs = Counter()
-    tokens = np.arange(1, 33)
-    for s, p in product(range(20), range(1, 31)):
-        here, there = gumbel_noise(s, p, tokens), gumbel_noise(s + ds, p + dp, tokens + dt)
-        cells = [np.minimum((np.exp(-np.exp(-x)) * 8).astype(int), 7).tolist() for x in (here, there)]
-        pairs.update(zip(*cells, strict=True))
-    uniform = dict.fromkeys(product(range(8), range(8)), 1 / 64)
-    assert target_law(pairs, uniform).p_value > MIN_P_VALUE
 
 
 def test_noise_is_a_function_of_seed_position_and_token():

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,14 +59,6 @@ def test_a_file_that_was_changed_is_no_file(tmp_path, monkeypatch, caplog):
         changed = {**stored, "a": np.arange(1, 4)}
     np.savez(file, **changed)
     assert store.read("kind", "key") is None and "digest" in caplog.text
-
-
-def test_where_measurements_are_kept(monkeypatch, tmp_path):
-    monkeypatch.delenv(store.VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.cache_folder() == tmp_path / "sameseed"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert store.cache_folder() == Path.home() / ".cache" / "sameseed"
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):

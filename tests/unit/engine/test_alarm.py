@@ -1,6 +1,5 @@
 """The alarm: a learned drafter that is hardly ever right is reported once; other drafters are not."""
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -81,25 +80,3 @@ def test_a_good_draft_sounds_no_alarm(pair):
     run(engine, PROMPTS, GREEDY)
     assert engine.metrics.num_draft_tokens > 200
     assert engine.alarm.texts == []
-
-
-def test_counters_of_a_part_of_a_run():
-    metrics, wanted = SpecMetrics(), SpecMetrics()
-    metrics.update(4, 2, ahead=True)
-    metrics.undrafted |= {"cost": 1, "prompt": 1}
-    earlier = metrics.copy()
-    assert earlier == metrics and earlier.undrafted is not metrics.undrafted
-    for m in (metrics, wanted):
-        m.update(3, 3)
-        m.update(2, 0, ahead=False)
-    metrics.undrafted["cost"] = wanted.undrafted["cost"] = 1
-    metrics.undrafted["cost"] += 1
-    got = metrics.since(earlier)
-    assert got.num_accepted_tokens_per_pos == [1, 1, 1]
-    assert (got.num_drafts, got.num_draft_tokens, got.num_accepted_tokens) == (2, 5, 3)
-    assert (got.num_rounds, got.num_rollbacks, got.undrafted) == (2, 1, {"cost": 1})
-    assert (got.num_ahead, got.num_ahead_kept) == (1, 0)
-    later = metrics.copy()
-    later.add(SpecMetrics(num_ahead=3, num_ahead_kept=2))
-    assert (later.since(metrics).num_ahead, later.since(metrics).num_ahead_kept) == (3, 2)
-    assert json.loads(json.dumps(got.as_dict()))["mean_acceptance_length"] == 2.5

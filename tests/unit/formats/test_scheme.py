@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.formats._losses import LOSSES, MODEL, likely
-from sameseed.formats._memory import LINE, SHARED, Arena
 from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
@@ -194,15 +193,3 @@ def test_others_are_estimated_by_the_most_similar(asked, near):
 
 def test_what_was_not_measured_is_said():
     assert "not measured" in likely(QuantScheme.parse("q6_k"))
-
-
-def test_tensors_of_an_arena_are_apart():
-    arena, cpu = Arena(), torch.device("cpu")
-    shapes = [(3,), (5, 7), (SHARED // 8,), (SHARED // 8,), (SHARED // 5, 2), (1,)]  # one is too large to share
-    taken = [arena.take(shape, torch.float32 if i % 2 else torch.uint8, cpu) for i, shape in enumerate(shapes)]
-    del arena
-    for i, x in enumerate(taken):
-        x.fill_(i)
-    assert [tuple(x.shape) for x in taken] == shapes
-    assert all(bool((x == i).all()) for i, x in enumerate(taken))
-    assert all(x.data_ptr() % LINE == 0 for x in taken)

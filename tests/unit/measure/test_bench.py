@@ -4,20 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from sameseed import devices
 from sameseed.config import SpecConfig
-from sameseed.engine.memory import Demand, plan_blocks
-from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure import bench_report as report
-from sameseed.measure.bench import Bench, Run, fitted
+from sameseed.measure.bench import Bench, Run
 from sameseed.measure.bench_report import config_as_dict, make_record, make_records, speculation
-from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import Arm, Workload, arms, read_prompts, spec_as_dict
-from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, SpecMetrics
-from sameseed.scheme import QuantScheme
 
 
 @pytest.fixture(scope="module")
@@ -46,36 +40,6 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured):
             assert 0 < run.times.target < run.seconds
     assert plain.metrics.num_draft_tokens == 0
     assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("own", [{}, {"max_model_len": 4096}, {"num_blocks": 90}])
-def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(own, monkeypatch):
-    """On a GPU of 8 GiB, one engine takes all of it for its KV cache if it does not know how long the texts are."""
-    left = [8 << 30]
-    longest = read_config(resolve_model("embedded")).max_model_len
-    monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
-
-    def load(model, draft, target=None, **given):
-        config = make_config(draft, **given)
-        size = config.max_model_len or longest
-        left[0] -= plan_blocks(config, size, [Demand(QuantScheme(), 0, 50 << 20)]) * (50 << 20)
-        return SimpleNamespace(engine=SimpleNamespace(drafter=draft, runner=SimpleNamespace(model=None)))
-
-    prompts = [Prompt("a", "b", "one prompt"), Prompt("c", "d", "another")]
-    settings = {"device": "cuda", "max_num_seqs": 1, **own}
-    ways = arms([SpecConfig("ngram")], [3])
-    given = fitted("embedded", settings, prompts, 32)
-    if own:  # the user's settings are kept
-        assert given == settings
-        return
-    assert 1024 < given["max_model_len"] < longest
-    with pytest.raises(ConfigError, match="the most that fits"):
-        Bench("embedded", ways, settings, load)
-    left[0] = 8 << 30
-    Bench("embedded", ways, given, load)
-    assert fitted("embedded", {"max_num_seqs": 1}, prompts, 32) == {"max_num_seqs": 1}  # the CPU's cache takes a share
-    tall = fitted("embedded", settings, prompts, 2000)["max_model_len"]
-    assert tall == min(longest, 2000 + 64 + len(prompts[0].encode(load_tokenizer(resolve_model("embedded")))))
 
 
 def test_records_are_complete_and_their_medians_right(measured, pair_folders, tmp_path):

@@ -416,15 +416,6 @@ def test_a_type_that_is_newer_than_the_package(tmp_path):
     refused(path, "'a' is of type 99", f"newest: {newest.name}, {newest.value}", "pip install -U gguf")
 
 
-def test_a_sound_header_is_read(tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes([*KEYS, key("n", 9, struct.pack("<IQ3i", 5, 3, 1, -2, 3))], SOUND, bytes(68)))
-    file = GGUFFile(path)
-    file.close()
-    assert file.metadata["general.architecture"] == "llama" and file.metadata["n"].tolist() == [1, -2, 3]
-    assert file.tensors["b"].shape == (2, 32) and file.tensors["b"].end - file.tensors["b"].begin == 36
-
-
 def test_common_types_are_those_of_the_package():
     for number, (name, *block) in COMMON.items():
         kind = gguf.GGMLQuantizationType(number)

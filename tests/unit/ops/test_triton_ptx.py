@@ -6,13 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from sameseed import scheme
 from sameseed.formats import nf4
 from sameseed.ops.triton import packing, ptx
 
-Register = NDArray[np.uint32]
 HALF = np.uint32(0xFFFF)
 
 

@@ -11,8 +11,7 @@ import pytest
 from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
-from sameseed.cost.curve import Curve
-from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost
+from sameseed.cost.round import Drafted
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
@@ -115,23 +114,6 @@ def test_who_runs():
     assert plain in found and fast in found and slow not in found, "other formats only where they may win"
     small = survivors([plain, *good, *hopeless], asked(objective="memory"))
     assert small[1] in hopeless, "the least bytes first"
-
-
-def test_a_slow_moment_of_the_machine_changes_no_promise(monkeypatch):
-    request = asked(drafts=("ngram", "suffix"), batches=(1,))
-    target = TargetBench(request, "auto", "auto", draft_specs(request), LLM)
-
-    def promised(slow):
-        def cost(spec, threads):
-            x = slow if spec.method == "suffix" else 1.0
-            steps = (ModelSteps(Curve([(1, 0.0001 * x)])),)
-            return RoundCost(Curve([(1, 0.01 * x), (8, 0.012 * x)]), steps, Gap(0.001 * x, 0.002 * x))
-
-        monkeypatch.setattr(target, "_cost", cost)
-        found = target.prospects(lambda *_: None, math.inf, [])
-        return [p.over(found[0], 1).value for p in found]
-
-    assert promised(3.0) == pytest.approx(promised(1.0)) and min(promised(1.0)) < 1.0
 
 
 class Runs:

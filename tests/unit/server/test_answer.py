@@ -6,13 +6,10 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 from fixtures_server import DONE
-from lawkit import Pair
 
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.answer import INLINE, Answer
@@ -32,22 +29,22 @@ class Recorded(CompletionReply):
 
     breaks = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         self.threads: set[int] = set()
 
-    def body(self) -> dict[str, Any]:
+    def body(self):
         self.threads.add(threading.get_ident())
         return super().body()
 
-    def events(self, piece: Piece) -> Iterator[bytes]:
+    def events(self, piece):
         self.threads.add(threading.get_ident())
         if self.breaks and len(self.choices[0].text) > 1:
             raise ValueError("a fault of ours at 0x7fffdeadbeef")
         yield from super().events(piece)
 
 
-async def answered(reply: Recorded, pieces: list[Piece], prepared: float = 0.0) -> tuple[int, bytes, Gate]:
+async def answered(reply, pieces, prepared=0.0):
     """Status and body of the answer made of these pieces, and the gate that admitted it.
 
     `prepared`: seconds between the arrival of the request and the answer's start.
@@ -58,35 +55,32 @@ async def answered(reply: Recorded, pieces: list[Piece], prepared: float = 0.0) 
         stream.push(piece)
     metrics = ServerMetrics(EngineClient("x", {}), gate, "x")
     answer = Answer(reply, stream, gate.enter("", 1, 1), metrics, 10)
-    sent: list[Any] = []
+    sent = []
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         await asyncio.sleep(60)
         return {"type": "http.disconnect"}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message):
         sent.append(message)
 
-    await answer({"type": "http", "sameseed": Visit("r", arrived=time.monotonic() - prepared)}, receive, send)  # type: ignore[arg-type]
+    await answer({"type": "http", "sameseed": Visit("r", arrived=time.monotonic() - prepared)}, receive, send)
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent), gate
 
 
-Made = Callable[[], Recorded]
-
-
 @pytest.fixture(params=[True, False], ids=["streamed", "whole"])
-def job(pair: Pair, request: pytest.FixtureRequest) -> Made:
+def job(pair, request):
     text = TextCodec(pair.tokenizer.as_files(), 304, 256)
     fields = CompletionFields(prompt="x", logprobs=1, stream=request.param)
     return partial(Recorded, Add("1", [[1]], SamplingParams()), fields, text)
 
 
-def piece(text: str, scores: int = 0, done: bool = False) -> Piece:
+def piece(text, scores=0, done=False):
     entries = [[5, -1.0, []] for _ in range(scores)]
     return Piece(0, text, [5], [0], [[5, -1.0, []]], entries, DONE if done else None, [0])
 
 
-async def test_a_fault_in_the_middle_is_said(job: Made) -> None:
+async def test_a_fault_in_the_middle_is_said(job):
     reply = job()
     reply.breaks = True
     status, body, gate = await answered(reply, [piece("a"), piece("b"), piece("c", done=True)])
@@ -97,7 +91,7 @@ async def test_a_fault_in_the_middle_is_said(job: Made) -> None:
     assert gate.num_inside == 0
 
 
-async def test_many_log_probabilities_are_written_out_elsewhere(job: Made) -> None:
+async def test_many_log_probabilities_are_written_out_elsewhere(job):
     """They are written in a thread, because the event loop has other requests to serve."""
     many, few = job(), job()
     await answered(many, [piece("a", scores=INLINE + 1), piece("b", done=True)])
@@ -106,13 +100,13 @@ async def test_many_log_probabilities_are_written_out_elsewhere(job: Made) -> No
     assert few.threads == {threading.get_ident()}
 
 
-async def test_the_clock_has_run_while_the_request_was_prepared(job: Made) -> None:
+async def test_the_clock_has_run_while_the_request_was_prepared(job):
     status, body, gate = await asyncio.wait_for(answered(job(), [], prepared=11.0), 5)
     assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
 
 
 @pytest.mark.parametrize(("ruled_out", "status"), [(True, 400), (False, 500)])
-async def test_whose_fault_an_error_is(ruled_out: bool, status: int) -> None:
+async def test_whose_fault_an_error_is(ruled_out, status):
     """A failed pass is not the fault of a request, whatever biases and grammar the request has."""
     stream = Stream(Add("r", [[1]], SamplingParams(logit_bias={1: 1.0}), choice=["a"]), lambda job_id: None)
     done = Ended(FinishReason.ERROR, 1, DONE.metrics, ruled_out, "it broke")

@@ -1,11 +1,8 @@
 """Replies: vLLM's numbers for speculation, spellings of tokens, and counters that survive an engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from lawkit import Pair
 from prometheus_client import generate_latest
 
 from sameseed.request import FinishReason, Metrics, SamplingParams, SpecMetrics, TimeSplit
@@ -20,13 +17,13 @@ from sameseed.server.replies import event, speculation_metrics as metrics
 from sameseed.server.text import TextCodec
 
 
-def completion(per_pos: list[int], drafts: int, drafted: int) -> Ended:
+def completion(per_pos, drafts, drafted):
     spec = SpecMetrics(drafts + 1, drafts, drafted, sum(per_pos), per_pos, undrafted={"prompt": 1})
     first = 1.0 / drafts if drafts else 9.0
     return Ended(FinishReason.STOP, 5, Metrics(1, 1, spec, TimeSplit(0.5, 1.0, 0.25), first, 0.0, 2.0 + drafts))
 
 
-def test_the_numbers_that_vllm_prints() -> None:
+def test_the_numbers_that_vllm_prints():
     """vLLM's documented example: 43 steps of 3 draft tokens; 39 accepted none, one accepted 1, three accepted 3."""
     made = metrics([completion([4, 3, 3], 43, 129)], 3)["speculative_decoding"]
     assert made == {
@@ -40,7 +37,7 @@ def test_the_numbers_that_vllm_prints() -> None:
     }
 
 
-def test_sums_and_longer_drafts_than_usual() -> None:
+def test_sums_and_longer_drafts_than_usual():
     made = metrics([completion([2], 2, 4), completion([1, 1, 1, 1, 1], 1, 5), completion([], 0, 0)], 2)
     spec = made["speculative_decoding"]
     assert spec["acceptance_histogram"] == [0, 2, 0, 0, 0, 1]
@@ -51,7 +48,7 @@ def test_sums_and_longer_drafts_than_usual() -> None:
     assert metrics([completion([], 0, 0)], 4)["speculative_decoding"] is None
 
 
-def test_counters_outlive_an_engine() -> None:
+def test_counters_outlive_an_engine():
     client = EngineClient("embedded", {})
     old = {
         "drafts": 5,
@@ -78,7 +75,7 @@ def test_counters_outlive_an_engine() -> None:
     assert json.dumps(client.stats)
 
 
-def test_an_event_is_one_line_to_whoever_splits_lines(pair: Pair) -> None:
+def test_an_event_is_one_line_to_whoever_splits_lines(pair):
     """Python's clients split lines as Unicode does. Covers all three ways to write an event."""
     text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"

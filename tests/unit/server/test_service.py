@@ -7,7 +7,6 @@ import dataclasses
 import json
 import threading
 
-import httpx
 import pytest
 from fixtures_server import until, visiting
 
@@ -18,7 +17,6 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import INLINE
-from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 
 HELLO = {"role": "user", "content": "hi"}
@@ -49,9 +47,6 @@ async def served(pair):
     client._over = True
     async with visiting(app) as http:
         yield http, service, helper
-
-
-Served = tuple[httpx.AsyncClient, Service, Waiting]
 
 
 def calling(arguments, count=1):

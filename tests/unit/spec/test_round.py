@@ -293,10 +293,6 @@ def test_what_a_drafter_reads_is_time_of_drafting(pair):
     assert times.draft >= 0.1
 
 
-def test_plain_decoding_is_an_empty_draft(pair):
-    assert NoDrafter().propose([Sequence(0, [1], SamplingParams(), 0)] * 3, [4, 4, 4]).offsets.tolist() == [0] * 4
-
-
 def test_nothing_is_checked_after_a_token_that_ends_the_text(pair):
     engine = make_engine(pair)
     runner = engine.runner

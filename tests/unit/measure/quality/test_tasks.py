@@ -12,8 +12,6 @@ from sameseed.measure.quality import data, suite, tasks
 from sameseed.measure.quality.data import GSM8K, HUMANEVAL, TEXT
 from sameseed.measure.quality.tasks import TaskSettings
 
-Answers = dict[str, str]  # the end of a prompt -> what the "model" writes
-
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
