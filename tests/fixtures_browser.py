@@ -1,7 +1,5 @@
 """A headless Chromium for tests of the playground. Without Chromium, these tests are skipped with the reason."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Combining such a tensor with a CPU tensor, asking for its address, or reading it
 can run whole, with real numbers, to find tensors that it forgets to move.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from contextlib import contextmanager

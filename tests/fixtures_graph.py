@@ -5,8 +5,6 @@ with a wrong number if it holds integers. Reading a number from a tensor while r
 GPU refuses it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

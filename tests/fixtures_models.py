@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every model of the family, and the ways to run them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Random caches and batches for tests of the ops, and attention as one dense float64 formula."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A real server for tests: `sameseed serve` as users start it, on a free port, with its log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Shared code of the law tests: a tiny pair of models, engines made of loaded models, a drafter of random trees."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A block manager under test, with a model of its memory: what each row holds, and what it should hold."""
 
-from __future__ import annotations
-
 import random
 
 from sameseed.kvcache.blocks import BlockManager

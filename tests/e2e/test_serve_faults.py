@@ -1,7 +1,5 @@
 """The server's life: a dead engine is replaced, bad clients harm nobody, SIGTERM drains, bad settings give one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

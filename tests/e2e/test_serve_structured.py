@@ -1,7 +1,5 @@
 """Structured output and tools over HTTP, by the official client, and requests that try to stop the server with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

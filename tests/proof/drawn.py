@@ -1,7 +1,5 @@
 """Random mutants: a seeded generator of small mistakes in the shipped source, area by area."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """What becomes of a drawn mistake: a check rejects it, it only breaks down, it does not end, or it is not noticed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import time

@@ -1,7 +1,5 @@
 """Mutants of the shipped server code: mistakes in how it reads the fields of a request, and in how it answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from proof.mutant import Mutant

@@ -1,6 +1,5 @@
 """Mutant: the shipped code with one piece of its source replaced."""
 
-from __future__ import annotations
 import __future__
 
 import inspect

@@ -1,7 +1,5 @@
 """The mutation test: each known wrong version of the code must be rejected by a check of the laws."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence as Seq

@@ -4,8 +4,6 @@ Bodies go through the whole application, in this process and without a network: 
 replies. The meaning of the fields is written here a second time, independently of the server's code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

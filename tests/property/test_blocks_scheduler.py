@@ -1,7 +1,5 @@
 """Law 3: nothing leaks. A stateful test of the Scheduler, and the engine under aborts and exceptions."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Settings: fields of dataclasses, the configuration, and a request's parameters, with their ranges."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Flags are derived from the dataclasses; each flag has its own help text."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from typing import Annotated

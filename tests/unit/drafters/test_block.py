@@ -1,7 +1,5 @@
 """The block drafter: one pass guesses from the target's hidden states; rejected guesses leave no trace in its cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters that combine others: cascades of any depth, and lookup drafters that are tried before a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The draft_model drafter and its shadows: they follow the text, catch up, and keep to the target's vocabulary."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence as Seq
 from contextlib import contextmanager

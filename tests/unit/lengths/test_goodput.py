@@ -1,7 +1,5 @@
 """The goodput policy: its choices against an exhaustive search, and how it adapts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Goodput against fixed lengths and plain decoding in simulated time, for many machines, drafters and texts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

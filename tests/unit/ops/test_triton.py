@@ -1,7 +1,5 @@
 """The GPU's kernels without a GPU: their test cases in Triton's interpreter, their fallback, and their compilation."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

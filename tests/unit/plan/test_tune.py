@@ -1,7 +1,5 @@
 """Tuning: the grid, which contestants run and win; the embedded pair, from prompts to a profile for an engine."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

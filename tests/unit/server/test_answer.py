@@ -1,7 +1,5 @@
 """Answers as responses: an error within a stream is sent in the stream, and no answer blocks the others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

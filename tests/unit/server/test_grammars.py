@@ -1,7 +1,5 @@
 """Compiled grammars in the server and the engine: bounded in memory, compiled once, passed on in order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

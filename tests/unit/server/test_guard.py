@@ -1,7 +1,5 @@
 """The routes without an engine: keys on every path except /health, hosts, sizes, and errors in one shape everywhere."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The playground's page without a browser: who may load it, what it may do, and that it contains no server's data."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

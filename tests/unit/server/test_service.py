@@ -1,7 +1,5 @@
 """Preparing requests: large ones are prepared in threads, and the gate counts them until the end."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

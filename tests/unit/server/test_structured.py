@@ -1,7 +1,5 @@
 """Constraints on a text in requests: bounded, free of contradictions, and none silently ignored."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

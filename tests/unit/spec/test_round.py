@@ -1,7 +1,5 @@
 """A round: drafts and their trees, the walk of verify, and the step that joins them."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """A whole load test against a made-up server: what is sent in which order, and what the records and reports say."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
