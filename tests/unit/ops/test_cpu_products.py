@@ -1,7 +1,7 @@
 """Packed weights times rows in the native backend: one body over kinds of weights and instruction sets.
 
 Three oracles: float64 within a bound for float rows; the reference's bits for rows in int8 (the reference is held
-to plain Python in test_reference_integer.py); and for bf16 rows the law in csrc/kernels.h, in NumPy.
+to plain Python in test_reference.py); and for bf16 rows the law in csrc/kernels.h, in NumPy.
 """
 
 from dataclasses import replace
