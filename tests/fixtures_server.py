@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ DONE = Ended(FinishReason.STOP, 1, Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0
 class Server:
     """One running server. `log` holds its log lines, parsed."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags, env=None):
         self.log: list[dict[str, Any]] = []
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
@@ -38,7 +37,7 @@ class Server:
         threading.Thread(target=self._read, daemon=True).start()
         self.url = str(self.wait_log("listening")["url"])
 
-    def _read(self) -> None:
+    def _read(self):
         for line in self.process.stderr:
             try:
                 entry = json.loads(line)
@@ -48,7 +47,7 @@ class Server:
             self._lines.put(entry)
         self._lines.put(None)
 
-    def wait_log(self, message: str) -> dict[str, Any]:
+    def wait_log(self, message):
         """Wait for the next log line with this message."""
         until = time.monotonic() + START
         while True:
@@ -57,15 +56,15 @@ class Server:
             if entry["message"] == message:
                 return entry
 
-    def client(self, **more: Any) -> httpx.Client:
+    def client(self, **more):
         return httpx.Client(base_url=self.url, timeout=60, **more)
 
     @property
-    def engine_pid(self) -> int:
+    def engine_pid(self):
         """The PID of the engine's process, a child of the server."""
         return program_of(self.process.pid, "worker")
 
-    def stop(self) -> int:
+    def stop(self):
         """Terminate the server if it still runs; returns the exit code."""
         self.process.terminate()
         try:
@@ -76,7 +75,7 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(*flags, env=None):
     """A server that is ready. At the end it must exit with code 0 and leave no child process behind."""
     made = Server(*flags, env=env)
     try:
@@ -87,12 +86,12 @@ def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
         assert not children(made.process.pid)
 
 
-def visiting(app: Any) -> httpx.AsyncClient:
+def visiting(app):
     """A client of an ASGI application in this process."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition):
     """Let the event loop run until the condition is true."""
     start = time.monotonic()
     while not condition():
@@ -100,13 +99,13 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, socket.socket]]:
+def pretender(*command, first=b""):
     """A function that starts `command` in place of a program of the server; "FD" in it becomes its end of the socket.
 
     `first`: bytes that seem to come from the program at once.
     """
 
-    def spawn() -> tuple[int, socket.socket]:
+    def spawn():
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.sendall(first)
@@ -119,7 +118,7 @@ def pretender(*command: str, first: bytes = b"") -> Callable[[], tuple[int, sock
     return spawn
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     """PIDs of the child processes that are alive."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -132,13 +131,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def program_of(server: int, program: str) -> int:
+def program_of(server, program):
     """The PID of the server's child process that runs the module sameseed.server.`program`."""
     name = f"sameseed.server.{program}".encode()
     return next(pid for pid in children(server) if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
 
 
-def sockets(pid: int) -> list[tuple[int, int, str]]:
+def sockets(pid):
     """TCP and UDP sockets of a process: local port, remote port, state (0A: listening)."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -158,25 +157,25 @@ def sockets(pid: int) -> list[tuple[int, int, str]]:
     return found
 
 
-def num_files(pid: int) -> int:
+def num_files(pid):
     """The number of file descriptors that a process has open."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def program(path: Path, text: str) -> Path:
+def program(path, text):
     """Write an executable shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 
 
-def gauge(client: httpx.Client, name: str) -> float:
+def gauge(client, name):
     """A metric of /metrics, summed over its labels."""
     page = client.get("/metrics").text
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}{{"))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
+def wait_until(condition, seconds=60.0):
     """Wait until the condition is true; returns the seconds that it took."""
     start = time.monotonic()
     while not condition():
@@ -185,7 +184,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     return time.monotonic() - start
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
+def events(response):
     """The data of a stream's events; the last one must be [DONE]."""
     lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, assert_nothing_left, make_engine, random_prompts, run, texts
+from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, make_engine, random_prompts, run, texts
 
 from sameseed.errors import RequestError
 from sameseed.request import FinishReason, Request, SamplingParams, Speculation
@@ -231,12 +231,3 @@ def test_logits_that_are_no_numbers_end_with_an_error(pair, monkeypatch, samplin
     assert first.finish_reason is FinishReason.ERROR
     assert first.token_ids == answer[: 1 + 5 + 2]
     assert second.token_ids == answer[:20]
-
-
-def test_abort_before_anything_ran(pair):
-    engine = make_engine(pair)
-    engine.add(Request("a", (5, 6), SamplingParams(), 0))
-    (delta,) = engine.abort("a")
-    assert delta.completion.finish_reason is FinishReason.ABORT
-    assert (delta.completion.token_ids, delta.completion.text) == ((), "")
-    assert_nothing_left(engine)

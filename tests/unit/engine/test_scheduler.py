@@ -239,24 +239,6 @@ def test_turns_use_up_nobodys_patience():
     assert started[1 : 2 * PATIENCE : 2] == list(range(100, 100 + PATIENCE))
 
 
-def test_patience_is_lost_by_one_at_a_time():
-    """Waiting long helps one request at a time: a flood of less important requests does not overtake all others."""
-    scheduler = make(seqs=1)
-    for name in range(100):
-        scheduler.add(owned(name, "flood", priority=1))
-    started = []
-    for name in range(100, 100 + 6 * PATIENCE):
-        scheduler.add(owned(name, "other"))
-        while scheduler.running or not started or started[-1] != name:
-            plan = run(scheduler)
-            started += [seq.seq_id for seq in plan.seqs if seq.num_output == 1]
-            for seq in plan.seqs:
-                if seq.num_output == 2:
-                    scheduler.finish(seq)
-    assert [name for name in started if name < 100] == [0, 1, 2, 3, 4], "one for so many more important ones"
-    assert started.index(0) == PATIENCE
-
-
 def test_who_was_let_in_by_turn_is_not_preempted_by_who_came_earlier():
     """Blocks suffice for three or four sequences, and all sequences grow; one owner's backlog comes first."""
     scheduler = make(num_blocks=14, rows=16, max_len=40, seqs=4)

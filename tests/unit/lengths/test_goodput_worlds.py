@@ -186,7 +186,6 @@ WORLDS = {
     "small pair, chat": World(0.18, 0.042, 0.02, 0.1, (0.6,), gap=0.12),
     "small pair, code, batch of 4": World(0.18, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2),
     "small pair, orders, dear starts": World(0.22, 0.042, 0.25, 0.1, (0.75,), gap=0.4),
-    "small pair, short prompts, dear starts": World(0.6, 0.042, 0.25, 0.15, (0.75,), gap=0.3, prompt=80, catch_up=0.01),
     "small pair, breaks even at 0.6": World(0.65, 0.15, 0.02, 0.24, (0.75,), gap=0.5, prompt=80, catch_up=0.013),
     "small head, mixed, batch of 16": World(1.6, 0.65, 3.0, 4.0, MIXED, 16),
     "1B head, random": World(28, 6.0, 1.3, 5.0, (0.2,)),
@@ -200,12 +199,9 @@ WORLDS = {
     "free rows, batch of 16": World(30, 0.5, 1.0, 2.0, (0.7, 0.3), 16),
     "1B head, long prompts, batch of 4": World(24, 3.3, 0.5, 4.5, (0.55,), 4, prompt=600, catch_up=0.33),
     "small pair, slow start": World(0.2, 0.042, 0.02, 0.12, (0.7,), gap=0.2, slow_start=2.2),
-    "small pair, slow start, batch of 4": World(0.2, 0.042, 0.03, 0.14, (0.8,), 4, gap=0.2, slow_start=2.2),
     "small pair, slow start, batch of 8": World(0.25, 0.03, 0.03, 0.14, (0.75,), 8, gap=0.4, slow_start=2.2),
     "small pair, breaks even, dear rounds": World(1.4, 0.3, 0.4, 0.2, (0.55,), gap=0.3, more=0.9, cold=1.2),
     "small pair, pays, dear rounds": World(1.4, 0.3, 0.4, 0.2, (0.8,), gap=0.3, more=0.9, cold=1.2),
-    "1B head, slow start": World(20, 2.6, 0.5, 4.0, (0.7,), slow_start=2.0),
-    "1B head, long prompts, code": World(20, 2.6, 0.5, 1.4, (0.8,), prompt=300, catch_up=0.33),
 }
 
 

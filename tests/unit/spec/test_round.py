@@ -32,16 +32,6 @@ def test_a_chain_is_a_thin_tree():
     assert draft.tokens.dtype == draft.parents.dtype == draft.offsets.dtype == np.int32
 
 
-def test_empty():
-    assert Draft.empty(2).offsets.tolist() == [0, 0, 0]
-    assert Draft.empty(0).num_seqs == 0
-
-
-def test_confidence_is_flat():
-    draft = Draft.chains([[4, 5], [6]], [[0.9, 0.5], [0.25]])
-    assert draft.confidence.tolist() == pytest.approx([0.9, 0.5, 0.25])
-
-
 def test_levels_stay_with_their_nodes():
     draft = Draft.trees([([4, 5, 6], [-1, 0, -1]), ([7], [-1])], levels=[[2, 1, 0], [1]])
     assert draft.node_levels(0) == [2, 1, 0]
