@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
 from recorded import ROOT, Record, last_of_each, lines, origins, real_records, short
-from studied import largest
+from studied import measured
 
 from sameseed.report.plot import Panel, Series, draw
 from sameseed_lab.studies import _page, _runner
@@ -192,13 +192,14 @@ STUDIES = {  # by study: the plot that stands for it, and its panels
 
 
 def study(name: str) -> Picture:
-    """The plot that stands for a study, at its largest size that was measured."""
-    found = largest(name)
+    """The plot that stands for a study, of its first target; another plot, where that was not drawn."""
+    found = measured(name)[0]
     plot_name, part = STUDIES[name]
-    plot = next(p for p in _runner.load(name).report(found).plots if p.name == plot_name)
+    plots = _runner.load(name).report(found).plots
+    plot = next((p for p in plots if p.name == plot_name), plots[0])
     timed = [r for r in found if "repetitions" in r] or found
     about = _page.ours(timed[-1])
-    about = f"{about[0].upper()}{about[1:]}. {origins(timed)}"
+    about = f"{about[0].upper()}{about[1:]}. {_page.SPREAD} {origins(timed)}"
     return Picture(plot.title, plot.panels[part], about, f"{name}: {plot.title}", 3)
 
 

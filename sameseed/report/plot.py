@@ -7,25 +7,21 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from sameseed.errors import ConfigError
 from sameseed.report.record import require
 
-# Colours that colour-blind readers can tell apart (after Okabe and Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A5230")
+# Colours that colour-blind readers can tell apart (after Okabe and Ito; further ones after Tol).
+COLOURS: tuple[str, ...] = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A5230")
+COLOURS += ("#332288", "#DDCC77", "#882255", "#999933", "#AA4499", "#44AA99")
 MOST = 6  # series of a panel
 GREYS = ("0.35", "0.55", "0.7")  # of published series
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DOTTED = (0, (1, 1.4))
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "svg.hashsalt": "sameseed",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
-SUFFIXES = (".png", ".svg")
+STYLE: Any = {"font.size": 9, "svg.hashsalt": "sameseed", "axes.spines.top": False, "axes.spines.right": False}
 Spread = Seq[tuple[float, float]]  # low and high of each point
 
 
@@ -67,17 +63,20 @@ class Panel:
 
 
 def shown(panels: Iterable[Panel]) -> list[Panel]:
-    """The panels with points of our own, and published points beside them; one of more than `MOST` series is parted."""
+    """The panels with points of our own. One of more than `MOST` series is parted; its first has the published ones."""
     found = []
     for panel in panels:
         ours = [s for s in panel.series if s.points and not s.published and not s.limit]
         others = [s for s in panel.series if s.points and (s.published or s.limit)]
-        step = max(1, MOST - sum(s.published for s in others))
-        parts = [ours] if panel.stacked else [ours[i : i + step] for i in range(0, len(ours), step)]
+        published = sum(s.published for s in others)
+        count = 1 if panel.stacked else ceil((len(ours) + published) / MOST)
+        first = len(ours) if count < 2 else min(ceil(len(ours) / count), MOST - published)
+        step = ceil((len(ours) - first) / max(1, count - 1)) or 1
+        parts = [ours[:first], *(ours[i : i + step] for i in range(first, len(ours), step))]
         for number, part in enumerate(parts if ours else (), 1):
             labels, places = {s.label for s in part}, {x for s in part for x, _ in s.points}
             beside = [replace(s, points=[p for p in s.points if p[0] in places]) if s.published else s for s in others]
-            beside = [s for s in beside if s.points and (s.published or s.label in labels)]
+            beside = [s for s in beside if s.points and (s.label in labels if s.limit else number == 1)]
             title = panel.title if len(parts) == 1 else f"{panel.title} ({number} of {len(parts)})"
             found.append(replace(panel, title=title, series=[*part, *beside]))
     return found
@@ -85,11 +84,10 @@ def shown(panels: Iterable[Panel]) -> list[Panel]:
 
 def plot_paths(path: Path) -> tuple[Path, Path]:
     """Paths of the PNG and the SVG for `path`. Raises ConfigError for another suffix, or without matplotlib."""
-    if path.suffix.lower() not in ("", *SUFFIXES):
+    if path.suffix.lower() not in ("", ".png", ".svg"):
         raise ConfigError(f"a plot is written as .png and .svg, not as {path.suffix!r}; name it e.g. {path.stem}.png")
     require("a plot", "study", "matplotlib")
-    png, svg = (path.with_suffix(suffix) for suffix in SUFFIXES)
-    return png, svg
+    return path.with_suffix(".png"), path.with_suffix(".svg")
 
 
 def source(record: Mapping[str, Any], *more: str) -> str:
@@ -227,6 +225,8 @@ def _bars(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None
         axes.bar(place, [y for _, y in s.points], width, label=s.label, **look)
     if panel.top is not None:
         axes.set_ylim(0, panel.top)
+    if len(names) < 3:  # no bar as wide as the panel
+        axes.set_xlim(-1, len(names))
     texts = [textwrap.fill(str(n), 24) for n in names]
     turned = sum(max(len(line) for line in text.split("\n")) for text in texts) > 36
     axes.set_xticks(range(len(names)), texts, rotation=35 if turned else 0, fontsize=8)

@@ -212,7 +212,7 @@ def test_quality_by_format(tmp_path: Path) -> None:
     assert "no speed was measured" in (tmp_path / "assisted.html").read_text()
     assert main([*flags, "--only", "mixes of w4a8"]) == 0
     (lengths,) = [p for p in assisted.STUDY.report(_records(tmp_path)).plots if p.name == "mixes"]
-    assert {s.label for panel in lengths.panels for s in panel.series} == {"embedded-draft, target 4 bit (w4a8)"}
+    assert {s.label for panel in lengths.panels for s in panel.series} == {"target 4 bit (w4a8)"}
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

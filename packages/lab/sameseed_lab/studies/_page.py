@@ -11,9 +11,7 @@ from sameseed.report.page import templates
 from sameseed.report.plot import svg
 from sameseed_lab.studies._study import Records, Report, Study, same_text
 
-SPREAD = (
-    "Bars and bands reach from the least to the most of the runs; of quality they are 95 % intervals. Published: grey."
-)
+SPREAD = "Bands and lines: the least and the most of several runs; of quality: 95 % intervals. Published: grey."
 _TEMPLATES = templates(
     Path(__file__).parent,
     tone="passed",

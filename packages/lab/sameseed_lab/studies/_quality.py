@@ -24,7 +24,7 @@ from sameseed_lab.studies._study import Records, Row, Tell, rows_of
 
 HUMANEVAL = "humaneval"
 SAMPLED = 0.7
-MOST = 32768  # most tokens of the text for perplexity
+PER_PROMPT, MOST = 1024, 32768  # tokens of the text for perplexity: for each of --num-prompts, and in all
 FETCH = "HumanEval.jsonl.gz of https://github.com/openai/human-eval"
 
 
@@ -58,10 +58,10 @@ class QualityCell:
 
     def _one(self, llm: LLM, model: str, setup: StudySetup, temperature: float) -> dict[str, Any]:
         asked = TaskSettings(setup.data, setup.num_prompts, False, temperature, 0.95 if temperature else 1.0)
-        text, meter = PerplexityText(tokens=MOST), Meter()
+        text, meter = PerplexityText(tokens=min(MOST, PER_PROMPT * setup.num_prompts)), Meter()
         report = partial(setup.progress, self.name)
         if self.task == PERPLEXITY:
-            read = perplexity(llm, setup.text(), text.window, text.stride, MOST, report)
+            read = perplexity(llm, setup.text(), text.window, text.stride, text.tokens, report)
             quality, num_tokens = Quality(read, setup.prompts_name, ()), read.tokens
         else:
             answers = humaneval(llm, asked, lambda stage, done, total: report(done, total))
@@ -88,7 +88,7 @@ def quality_rows(records: Records) -> list[Row]:
         row |= {"how": "sampled" if row["temperature"] else "greedy", "interval": told["interval"]}
         row["count"] = told["tokens"] if row["perplexity"] else told["num_questions"]
         if row["task"] == HUMANEVAL:
-            row |= {"solved": told["value"], "solved_each": told["interval"]}
+            row |= {"solved": told["value"], "solved_each": told["interval"], "whose": f"ours, {row['how']}"}
         elif base and told["value"] is not None:
-            row["lost"] = told["value"] / base
+            row |= {"lost": told["value"] / base, "whose": "ours"}
     return rows

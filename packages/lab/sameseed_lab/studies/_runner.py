@@ -106,7 +106,7 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
     last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
-    about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} runs", _page.SPREAD)
+    about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} x interleaved", _page.SPREAD)
     drawn = list[Path]()
     who = " + ".join(setup.names.values()) if setup.size == "real" else f"{name}, {setup.size}"
     for p in report.plots:
