@@ -59,12 +59,10 @@ def entries(name: str) -> str:
 def flags(name: str) -> str:
     """Table of the settings of one kind. A name is a keyword in Python and, with dashes, a command-line flag."""
     if name == "sampling":
-        fields, notes = dataclasses.fields(SamplingParams), options.SAMPLING_HELP
+        rows = [(f.name, default(f), f.metadata["help"]) for f in dataclasses.fields(SamplingParams)]
     else:
-        fields, notes = dataclasses.fields(options.engine_flags({})), options.CHOICE_HELP | options.ENGINE_HELP
-    return markdown(
-        ["name", "default", "meaning"], [[f"`{f.name}`", default(f), notes.get(f.name, "")] for f in fields]
-    )
+        rows = [(f.name, default(f), f.type.__metadata__[0].help) for f in dataclasses.fields(options.engine_flags({}))]
+    return markdown(["name", "default", "meaning"], [[f"`{name}`", value, text] for name, value, text in rows])
 
 
 def default(field: dataclasses.Field[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sameseed import fields, registry
 from sameseed.errors import ConfigError
-from sameseed.fields import within
+from sameseed.fields import told, within
 
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
@@ -30,15 +30,12 @@ OWNS = {
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache: tokens per block, blocks in all (None: what the longest requests need), storage format.
+    """The paged KV cache. `format` "auto" is bf16 or fp16 if the weights (or the checkpoint's) are, else fp32."""
 
-    `prefix_cache`: cached rows of earlier texts of the same tenant are reused for texts with the same beginning.
-    """
-
-    block_size: int = within(16, 1, 1024)
-    num_blocks: int | None = within(None, 1)
-    format: str = "auto"  # auto: bf16 or fp16 if the weights (or the checkpoint's) are, else fp32
-    prefix_cache: bool = True
+    block_size: int = within(16, 1, 1024, help="tokens in one block of the KV cache")
+    num_blocks: int | None = within(None, 1, help="blocks of the KV cache; unset: what the longest requests need")
+    format: str = told("auto", "number format of the KV cache, or of keys/values (int8/bf16); auto follows the weights")
+    prefix_cache: bool = told(True, "texts of a tenant that begin alike share the KV cache of their beginning")
 
     def __post_init__(self) -> None:
         fields.check(self)
@@ -48,24 +45,31 @@ class CacheConfig:
 class SpecConfig:
     """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own a model.
 
-    `drafter`: the user's own `Drafter`, an object or a class; `method` is then only its name.
-    `num_draft_tokens`: the most draft tokens per round and sequence (0..64). `confidence`: a draft ends once the
-    drafter's probability of its last token is below this. `policy` decides draft lengths: "fixed"; "history": by the
-    acceptance of earlier drafts; "disco": as long as the whole draft is likely to be accepted, with `confidence` as the
-    threshold; or "goodput": as many tokens as pay, which may be none. `options`: the drafter's own Options. `below`:
-    the drafters below this one (a cascade's, or those that `first` asks in turn), each with its own settings.
-    `overlap`: cores on which the draft model drafts ahead while the target verifies on the others; 0: it waits.
+    `drafter`: the user's own `Drafter`, an object or a class; `method` is then only its name. With the policy "disco",
+    `confidence` is the probability that the whole draft is to keep. `options`: the drafter's own Options. `below`: the
+    drafters below this one (a cascade's, or those that `first` asks in turn), each with its own settings.
     """
 
     method: str = "none"
     model: str | None = None
-    format: str = "auto"  # weights of the draft model; auto: as the target's, see models.draft_format
-    num_draft_tokens: int = within(4, 0, MAX_DRAFT_TOKENS)
-    confidence: float | None = within(None, 0, 1)
-    policy: str = "fixed"
+    format: str = told(
+        "auto", "the draft's number format, as --format; auto: the cheapest that pays; nested: self_quant"
+    )
+    num_draft_tokens: int = within(
+        4, 0, MAX_DRAFT_TOKENS, help="most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4"
+    )
+    confidence: float | None = within(None, 0, 1, help="end a draft after a token whose draft probability is lower")
+    policy: str = told(
+        "fixed",
+        "draft length; goodput: as many tokens as pay by measured times, perhaps none; fixed: always --k; history: "
+        "longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: goodput, "
+        "or fixed if --confidence is given",
+    )
     options: Mapping[str, object] = field(default_factory=dict)
     below: tuple[SpecConfig, ...] = ()
-    overlap: int = within(0, 0)
+    overlap: int = within(
+        0, 0, help="cores that draft ahead while the target checks on the others (pays only if cores would idle)"
+    )
     drafter: Any = None
 
     def __post_init__(self) -> None:
@@ -152,25 +156,22 @@ def _atom(text: str) -> SpecConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of one engine: rows per pass, sequences at once, longest request, backend, device, number of threads.
+    """Settings of one engine. A `max_pass_ms` of inf is no limit; the `template_date` stands still while it runs."""
 
-    `gpu_memory_utilization`: the share of a GPU's total memory that the engine may take (as in vLLM). `profile`: the
-    file of `sameseed tune` that these settings come from. It must fit this machine, unless `force_profile` is set.
-    `template_date`: the date that chat templates are told, which stands still; None: the day when the engine starts.
-    """
-
-    max_num_rows: int = within(512, 1)
-    max_num_seqs: int = within(32, 1)
-    max_pass_ms: float = within(100.0, 0, above=True)  # inf: no limit
-    max_model_len: int | None = within(None, 2)  # a prompt and a token; None: the model's own context
-    format: str = "auto"  # weights: auto keeps what the checkpoint stores
-    backend: str = "auto"
-    device: str = "cpu"
-    threads: int | None = within(None, 1)
-    gpu_memory_utilization: float = within(0.9, 0, 1, above=True)
-    profile: str | None = None
-    force_profile: bool = False
-    template_date: str | None = None
+    max_num_rows: int = within(512, 1, help="most tokens that one pass computes")
+    max_num_seqs: int = within(32, 1, help="most sequences that run at once")
+    max_pass_ms: float = within(
+        100.0, 0, above=True, help="most milliseconds that prompts may add to a pass while others stream their output"
+    )
+    max_model_len: int | None = within(None, 2, help="longest text in tokens; unset: the model's own context")
+    format: str = told("auto", "number format of the weights: auto (the checkpoint's), w8a8, ... (see `sameseed info`)")
+    backend: str = told("auto", "kernels to use: cpu, reference, ...; auto: the fastest that runs here")
+    device: str = told("cpu", "cpu, cuda, cuda:1, ...")
+    threads: int | None = within(None, 1, help="CPU threads; unset: as many as the backend finds useful")
+    gpu_memory_utilization: float = within(0.9, 0, 1, True, "share of a GPU's memory for weights, KV cache and passes")
+    profile: str | None = told(None, "file of `sameseed tune`; its choice is the default of the other flags")
+    force_profile: bool = told(False, "use it even on another machine or for other weights")
+    template_date: str | None = told(None, "the date that chat templates are told, e.g. 2026-11-29; unset: today")
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
 

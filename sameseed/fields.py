@@ -37,9 +37,14 @@ def parse(kind: type[T], data: object, where: str = "") -> T:
     return kind(**{k: value_of(wanted[k], v, k, where) for k, v in given.items()})
 
 
-def within(default: Any, low: float, high: float = math.inf, above: bool = False) -> Any:
+def within(default: Any, low: float, high: float = math.inf, above: bool = False, help: str = "") -> Any:
     """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`): see `check_ranges`."""
-    return dataclasses.field(default=default, metadata={"within": (low, high, above)})
+    return dataclasses.field(default=default, metadata={"within": (low, high, above), "help": help})
+
+
+def told(default: Any, help: str) -> Any:
+    """A field of a dataclass with the help text of its flag."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 def check(options: object) -> None:

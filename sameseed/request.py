@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from sameseed import fields, habits
 from sameseed.errors import ConfigError, RequestError
-from sameseed.fields import LARGEST, within
+from sameseed.fields import LARGEST, told, within
 
 MAX_SEED = 2**63 - 1
 MAX_CONTEXT = 2**31 - 1  # tokens, unless a model has a smaller limit
@@ -41,32 +41,31 @@ def _in_any_words(cls: type[T]) -> type[T]:
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
 
-    `top_k` 0 or -1 means off. With `seed=None` a random seed is drawn, and the completion reports it. `n` asks for n
-    completions: the first uses the seed itself, the others use seeds derived from it. `logprobs=m` returns, for each
-    token, its log-probability under the processed distribution and those of the m likeliest tokens.
-    `allowed_token_ids` and `banned_token_ids` restrict the vocabulary. `skip_special_tokens=False` spells out special
-    tokens in the text. Raises RequestError for a value out of range.
+    `top_k` -1 means off, too. Of `n` completions the first uses the seed itself, the others use seeds derived from it.
+    Log-probabilities are those of the processed distribution. Raises RequestError for a value out of range.
     """
 
-    max_tokens: int = within(128, 1)
-    min_tokens: int = within(0, 0)
-    temperature: float = within(0.0, 0, LARGEST)
-    top_k: int = within(0, -1, 2**31 - 1)
-    top_p: float = within(1.0, 0, 1, above=True)
-    min_p: float = within(0.0, 0, 1)
-    repetition_penalty: float = within(1.0, 0, LARGEST, above=True)
-    presence_penalty: float = within(0.0, -2, 2)
-    frequency_penalty: float = within(0.0, -2, 2)
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    banned_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = within(1, 1, 128)
-    seed: int | None = within(None, 0, MAX_SEED)
-    logprobs: int | None = within(None, 0, 100)
-    skip_special_tokens: bool = True
+    max_tokens: int = within(128, 1, help="longest answer in tokens")
+    min_tokens: int = within(0, 0, help="no end before this many tokens")
+    temperature: float = within(0.0, 0, LARGEST, help="0 is greedy; higher is more varied")
+    top_k: int = within(0, -1, 2**31 - 1, help="sample from the k likeliest tokens only; 0 is off")
+    top_p: float = within(1.0, 0, 1, True, "sample from the likeliest tokens that make up this probability")
+    min_p: float = within(0.0, 0, 1, help="drop tokens below this share of the likeliest one's probability")
+    repetition_penalty: float = within(1.0, 0, LARGEST, True, "above 1 discourages tokens of the text so far")
+    presence_penalty: float = within(0.0, -2, 2, help="subtracted from the logit of every token written before")
+    frequency_penalty: float = within(0.0, -2, 2, help="subtracted from a token's logit for each earlier occurrence")
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"help": "TOKEN=BIAS, added to a logit"})
+    allowed_token_ids: tuple[int, ...] | None = told(None, "a token id that may be written; if given, no other may")
+    banned_token_ids: tuple[int, ...] = told((), "a token id that is never written")
+    stop: tuple[str, ...] = told((), "text that ends the answer; not part of it")
+    stop_token_ids: tuple[int, ...] = told((), "a token id that ends the answer")
+    ignore_eos: bool = told(False, "continue past the model's end token")
+    n: int = within(1, 1, 128, help="completions of one prompt")
+    seed: int | None = within(
+        None, 0, MAX_SEED, help="the same seed, the same text; unset: a fresh one, which is shown"
+    )
+    logprobs: int | None = within(None, 0, 100, help="log-probabilities, also of so many likeliest tokens (--json)")
+    skip_special_tokens: bool = told(True, "leave special tokens out of the text")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

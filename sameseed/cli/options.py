@@ -1,7 +1,6 @@
-"""Flags from dataclasses: every field of EngineConfig, SpecConfig, CacheConfig and SamplingParams becomes a flag.
+"""Flags from dataclasses: fields of EngineConfig, SpecConfig, CacheConfig and SamplingParams, with their help texts.
 
-A flag's type and default come from the dataclass; only its help text is written here. Values are checked by the
-dataclass, as everywhere. This module does not import torch, so that help answers at once.
+Values are checked by the dataclass, as everywhere. This module does not import torch, so that help answers at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import lru_cache, partial
 from types import ModuleType
@@ -57,69 +56,19 @@ CHOICE_HELP = {
     "as pay), a number (the first ids), or a file of ids; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
-ENGINE_HELP = {
-    "policy": "draft length; goodput: as many tokens as pay by measured times, perhaps none; fixed: always --k; "
-    "history: longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: "
-    "goodput, or fixed if --confidence is given",
-    "overlap": "cores on which the draft model drafts ahead while the target checks on the others; 0: off "
-    "(pays only if cores would idle)",
-    "num_draft_tokens": "most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4",
-    "confidence": "end a draft after a token whose draft probability is below this, 0..1",
-    "draft_format": "number format of the draft model's weights, as --format; auto: the cheapest that pays, in general "
-    "the target's; self_quant: nested, see the guide",
-    "format": "number format of the target's weights: auto (the checkpoint's), bf16, w8a8, w4a8, w4a16-g64, ... "
-    "(see `sameseed info`)",
-    "kv_format": "number format of the KV cache, or of keys and of values (int8/bf16); auto follows the weights",
-    "backend": "kernels to use: cpu, reference, ...; auto: the fastest that runs here",
-    "device": "cpu, cuda, cuda:1, ...",
-    "threads": "CPU threads; unset: as many as the backend finds useful",
-    "gpu_memory_utilization": "share of a GPU's memory for weights, KV cache and passes together, 0..1",
-    "max_model_len": "longest text in tokens, prompt included; unset: the model's own context",
-    "block_size": "tokens in one block of the KV cache",
-    "num_blocks": "blocks of the KV cache; unset: as many as the longest requests need",
-    "prefix_cache": "texts of a tenant that begin alike share the KV cache of their beginning",
-    "max_num_rows": "most tokens that one pass computes",
-    "max_num_seqs": "most sequences that run at once",
-    "max_pass_ms": "most milliseconds that prompts may add to a pass while others stream their output",
-    "profile": "file of `sameseed tune`; its choice is the default of the other flags",
-    "force_profile": "use it even on another machine or for other weights",
-    "template_date": "the date that chat templates are told, e.g. 2026-11-29; unset: the day of the start",
-}
-SAMPLING_HELP = {
-    "max_tokens": "longest answer in tokens",
-    "min_tokens": "no end before this many tokens",
-    "temperature": "0 is greedy; higher is more varied",
-    "top_k": "sample from the k likeliest tokens only; 0 is off",
-    "top_p": "sample from the likeliest tokens that make up this probability",
-    "min_p": "drop tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1 discourages tokens of the text so far",
-    "presence_penalty": "subtracted from the logit of every token written before, -2..2",
-    "frequency_penalty": "subtracted from a token's logit once per earlier occurrence, -2..2",
-    "logit_bias": "TOKEN=BIAS, added to a token's logit",
-    "allowed_token_ids": "a token id that may be written; if given, no other token may",
-    "banned_token_ids": "a token id that is never written",
-    "stop": "text that ends the answer; not part of it",
-    "stop_token_ids": "a token id that ends the answer",
-    "ignore_eos": "continue past the model's end token",
-    "n": "completions of one prompt",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "seed": "the same seed writes the same text; unset: a fresh one, which is reported",
-    "logprobs": "log-probabilities of each token and of this many of the likeliest ones (with --json)",
-}
-_ALIASES = {"num_draft_tokens": ["--k"]}
+ALIASES = {"num_draft_tokens": ["--k"]}
+METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "ID", tuple[str, ...]: "TEXT"}
+RENAMED = {(SpecConfig, "format"): "draft_format", (CacheConfig, "format"): "kv_format"}
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "ID", tuple[str, ...]: "TEXT"}
-
-
-def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
+def _flags(title: str, doc: str, members: Iterable[Member]) -> type[Any]:
     """A dataclass of flags from (name, type, default, help) each."""
     made = []
     for name, kind, default, text in members:
-        metavar = next((_METAVARS[k] for k in (kind, *get_args(kind)) if k in _METAVARS), None)
+        metavar = next((METAVARS[k] for k in (kind, *get_args(kind)) if k in METAVARS), None)
         # A flag that may stay unset has no default to show; its help text says what happens then.
         hint = "(repeatable)" if isinstance(default, tuple) else "" if default in (None, False, "{}") else None
-        note = arg(help=text, aliases=_ALIASES.get(name, ()), metavar=metavar, help_behavior_hint=hint)
+        note = arg(help=text, aliases=ALIASES.get(name, ()), metavar=metavar, help_behavior_hint=hint)
         marks: tuple[Any, ...] = (note, tyro.conf.UseAppendAction) if isinstance(default, tuple) else (note,)
         made.append((name, annotated(kind, *marks), field(default=default)))
     cls = make_dataclass(title, made, frozen=True)
@@ -128,30 +77,25 @@ def _flags(title: str, doc: str, members: Seq[Member]) -> type[Any]:
 
 
 def engine_flags(defaults: Mapping[str, Any], left_out: Seq[str] = ()) -> type[Any]:
-    """--model, --draft, --draft-options, and a flag for each field of SpecConfig, EngineConfig and CacheConfig."""
-    given = {"model": "embedded", "draft": "auto", "draft_options": "{}", "policy": "auto", "num_draft_tokens": None}
-    given |= {"draft_vocabulary": "", **defaults}
+    """The flags of CHOICE_HELP, and one for each field of SpecConfig, EngineConfig and CacheConfig that has a help."""
+    given: dict[str, Any] = {"model": "embedded", "draft": "auto", "draft_options": "{}", "draft_vocabulary": ""}
+    given |= {"policy": "auto", "num_draft_tokens": None, **defaults}
     left_out = (*left_out, "draft_vocabulary") if "draft" in left_out else left_out
-    known: dict[str, tuple[Any, Any]] = dict.fromkeys(CHOICE_HELP, (str, None))
-    renamed = {(SpecConfig, "format"): "draft_format", (CacheConfig, "format"): "kv_format"}
+    members: list[Member] = [(name, str, given[name], text) for name, text in CHOICE_HELP.items()]
     for cls in (SpecConfig, EngineConfig, CacheConfig):
-        kinds = hints(cls)
-        known |= {renamed.get((cls, f.name), f.name): (kinds[f.name], f.default) for f in fields(cls)}
-    known |= {"model": (str, None), "num_draft_tokens": (int | None, None)}
-    helps = {name: text for name, text in {**CHOICE_HELP, **ENGINE_HELP}.items() if name not in left_out}
-    members = [(name, known[name][0], given.get(name, known[name][1]), text) for name, text in helps.items()]
-    return _flags("Engine", "Models, speculation and limits.", members)
+        for f in (f for f in fields(cls) if "help" in f.metadata):
+            name = RENAMED.get((cls, f.name), f.name)
+            kind = int | None if name == "num_draft_tokens" else hints(cls)[f.name]
+            members.append((name, kind, given.get(name, f.default), f.metadata["help"]))
+    return _flags("Engine", "Models, speculation and limits.", (m for m in members if m[0] not in left_out))
 
 
 def sampling_flags(defaults: Mapping[str, Any], left_out: Seq[str]) -> type[Any]:
     """A flag for each field of SamplingParams. Lists are given by repeating the flag."""
     kinds = {**hints(SamplingParams), "logit_bias": tuple[str, ...], "allowed_token_ids": tuple[int, ...]}
     given = {**defaults, "logit_bias": (), "allowed_token_ids": ()}
-    members = [
-        (f.name, kinds[f.name], given.get(f.name, f.default), SAMPLING_HELP.get(f.name, ""))
-        for f in fields(SamplingParams)
-        if f.name not in left_out
-    ]
+    named = (f for f in fields(SamplingParams) if f.name not in left_out)
+    members = ((f.name, kinds[f.name], given.get(f.name, f.default), f.metadata["help"]) for f in named)
     return _flags("Sampling", "How tokens are chosen.", members)
 
 
