@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sameseed.cli.console import check_outputs, keep, progress, show_table, stderr_console, stdout_console
+from sameseed.cli.console import check_outputs, keep, note, progress, show_table, stdout_console
 from sameseed.cli.flags import DEFAULT_LENGTHS, BenchServeArgs
 from sameseed.cli.options import Parsed, numbers, words
 from sameseed.config import parse_options
@@ -63,10 +63,10 @@ async def _measure(
             made += found
             if not args.json:
                 show_table(show.table(found))
-                for note in show.notes(found):
-                    stdout_console().print(note, style="dim", markup=False)
+                for text in show.notes(found):
+                    stdout_console().print(text, style="dim", markup=False)
     if not args.json:
-        stderr_console().print(show.LEGEND + (f"; records appended to {out}" if out is not None else ""), style="dim")
+        note(show.LEGEND + (f"; records appended to {out}" if out is not None else ""))
     return made
 
 

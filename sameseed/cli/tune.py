@@ -21,7 +21,7 @@ from sameseed.plan.profile_file import write
 from sameseed.plan.tune import TuneOutcome, as_tuned, reasons, tune
 from sameseed.report import table as layout
 from sameseed.request import SamplingParams
-from sameseed.tuned import Loser, Tuned
+from sameseed.tuned import Tuned
 
 
 def run(parsed: Parsed[TuneArgs]) -> int:
@@ -127,30 +127,26 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
 
 def _lost(made: Tuned) -> Table:
     """Table of what lost, and why: all that could not be tried, and the best of those that ran or were ruled out."""
-    table = layout.table("what lost", ("setting", "why", "speed"), left=(0, 1))
-    by_why: dict[str, list[Loser]] = {}
-    for x in made.rejected:
-        by_why.setdefault(x.why, []).append(x)
-    for why, group in by_why.items():
-        group.sort(key=lambda x: -(x.speed or 0.0))
+    rows: list[tuple[str, str, str]] = []
+    for why in dict.fromkeys(x.why for x in made.rejected):
+        group = sorted((x for x in made.rejected if x.why == why), key=lambda x: -(x.speed or 0.0))
         shown = group if group[0].speed is None else group[:8]  # the best of those that lost for one reason
         for x in shown:
             speed = "" if x.speed is None else f"{x.speed:.2f}"
             speed += "" if x.low is None else f" ({x.low:.2f}-{x.high:.2f})"
-            table.add_row(str(x.settings["setting"]), f"{why}: {x.note}" if x.note else why, speed)
+            rows.append((str(x.settings["setting"]), f"{why}: {x.note}" if x.note else why, speed))
         if len(shown) < len(group):
-            table.add_row(f"and {len(group) - len(shown)} more", f"{why}: they are in the profile", "")
-    return table
+            rows.append((f"and {len(group) - len(shown)} more", f"{why}: they are in the profile", ""))
+    return layout.table("what lost", ("setting", "why", "speed"), rows, left=(0, 1))
 
 
 def _table(found: TuneOutcome) -> Table:
     """Table of the settings that ran, the best first: predicted and measured speed-up at each batch size."""
-    batches = found.asked.batches
+    batches, rows = found.asked.batches, []
     heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
-    table = layout.table("speed over plain decoding (80 % intervals), interleaved", ("setting", *heads, "prompts"))
     for c in found.order:
-        cells = []
-        for p, m in ((found.predicted(c.prospect, b), found.speedup(c, b)) for b in batches):
-            cells += [f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})"]
-        table.add_row(c.label, *cells, str(c.out_at or len(found.asked.prompts)))
-    return table
+        pairs = [(found.predicted(c.prospect, b), found.speedup(c, b)) for b in batches]
+        cells = [x for p, m in pairs for x in (f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})")]
+        rows.append((c.label, *cells, str(c.out_at or len(found.asked.prompts))))
+    title = "speed over plain decoding (80 % intervals), interleaved"
+    return layout.table(title, ("setting", *heads, "prompts"), rows)
