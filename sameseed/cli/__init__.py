@@ -19,8 +19,10 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
+
+from sameseed import __version__, registry
+from sameseed.errors import RegistryError, SameseedError, nearest
 
 COMMANDS = {
     "generate": "continue a prompt, with the text streaming as it is written",
@@ -66,45 +68,17 @@ def main(argv: Seq[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, stream, open(number, "w" if number else "r"))  # noqa: SIM115 - it stays open
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help", "help"):
-        try:
-            print(overview(), flush=True)
-        except BrokenPipeError:
-            _drop_output()
-            return EXIT_BROKEN_PIPE
-        return 0 if argv else EXIT_USAGE
-    if name in ("-V", "--version"):
-        from sameseed import __version__
-
-        print(f"sameseed {__version__}")
-        return 0
-    return _run(name, argv[1:])
-
-
-def overview() -> str:
-    """The text of `sameseed --help`."""
-    from sameseed import registry
-
-    installed = registry.names("commands")
-    missing = {name: f"{COMMANDS[name]} (pip install {p})" for name, p in COMPANIONS.items() if name not in installed}
-    commands = {**COMMANDS, **missing, **{name: "from another package" for name in installed if name not in COMMANDS}}
-    width = shutil.get_terminal_size((200, 24)).columns
-    lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in commands.items()]
-    what = textwrap.fill("Speculative decoding that never changes the output: draft cheaply, verify exactly.", width)
-    more = textwrap.fill("`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo", width)
-    return "\n".join(["usage: sameseed COMMAND [OPTIONS]", "", what, "", *lines, "", more])
-
-
-def _run(name: str, argv: list[str]) -> int:
-    from sameseed.errors import SameseedError
-
     gc.set_threshold(20_000, 20, 100)  # imports make a million objects that stay: fewer searches for garbage among them
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # do not fail on a character that the terminal cannot show
+    # SIGTERM raises KeyboardInterrupt, too, so that measurements are kept and servers are ended.
+    terminates = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if terminates:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _ended_as_by_ctrl_c():
-            code = _command(name, argv)
+        code = _command(argv[0] if argv else "", argv[1:])
         sys.stdout.flush()
         return code
     except SameseedError as error:
@@ -135,14 +109,31 @@ def _run(name: str, argv: list[str]) -> int:
         print(f"error: {error.strerror or error}{where}", file=sys.stderr)
         return EXIT_USAGE
     finally:
+        if terminates:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.freeze()  # the interpreter, as it ends, need not search what is left: 0.4 s with PyTorch
+
+
+def overview() -> str:
+    """The text of `sameseed --help`."""
+    installed = registry.names("commands")
+    missing = {name: f"{COMMANDS[name]} (pip install {p})" for name, p in COMPANIONS.items() if name not in installed}
+    commands = {**COMMANDS, **missing, **{name: "from another package" for name in installed if name not in COMMANDS}}
+    width = shutil.get_terminal_size((200, 24)).columns
+    lines = [textwrap.fill(f"  {n:<17}{text}", width, subsequent_indent=" " * 19) for n, text in commands.items()]
+    what = textwrap.fill("Speculative decoding that never changes the output: draft cheaply, verify exactly.", width)
+    more = textwrap.fill("`sameseed COMMAND --help` lists a command's options. To begin: sameseed demo", width)
+    return "\n".join(["usage: sameseed COMMAND [OPTIONS]", "", what, "", *lines, "", more])
 
 
 def _command(name: str, argv: list[str]) -> int:
     """Run a command. Raises RegistryError for an unknown one, and for one whose package is not installed."""
-    from sameseed import registry
-    from sameseed.errors import RegistryError, nearest
-
+    if name in ("", "-h", "--help", "help"):
+        print(overview())
+        return 0 if name else EXIT_USAGE
+    if name in ("-V", "--version"):
+        print(f"sameseed {__version__}")
+        return 0
     installed = registry.names("commands")
     if name in installed:
         return int(registry.load("commands", name).run(argv, f"sameseed {name}"))
@@ -157,19 +148,6 @@ def _command(name: str, argv: list[str]) -> int:
     own, shared = flags.COMMANDS[name]
     parsed = options.parse(own, argv, f"sameseed {name}", **shared)
     return int(importlib.import_module(f"sameseed.cli.{name.replace(' ', '_').replace('-', '_')}").run(parsed))
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt inside the block, so that measurements are kept and servers are ended."""
-    plain = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if plain:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if plain:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _settle() -> None:

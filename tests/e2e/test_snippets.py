@@ -97,7 +97,7 @@ def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytes
         place = words.index("--profile")
         words = words[:place] + words[place + 2 :]
     with pytest.raises(UnderstoodError):
-        cli._run(words[0], [stood_for(word) for word in words[1:]])
+        cli._command(words[0], [stood_for(word) for word in words[1:]])
 
 
 @cache
