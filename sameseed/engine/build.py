@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -9,19 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from sameseed import ops, registry
+from sameseed import ops, registry, store
 from sameseed.config import OWNS, WRITTEN, EngineConfig, SpecConfig
 from sameseed.cost.draft_format import chosen_scheme
 from sameseed.cost.said import SaidTokens, is_counted, settled
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
-from sameseed.engine.learned import learned_key
+from sameseed.engine.learned import learned_key, machine_here
 from sameseed.engine.levels import NESTED, Level, drafter_for, resolve
 from sameseed.engine.memory import Demand, demand, head_demand, plan_blocks
 from sameseed.engine.overlap import make_overlap
 from sameseed.engine.policies import RequestPolicies, make_policy
 from sameseed.engine.scheduler import Scheduler
-from sameseed.engine.scope import heed_profile
 from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
@@ -47,6 +47,7 @@ from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts
 from sameseed.tokenizer import Tokenizer, check_vocabulary
 from sameseed.tuned import Scope, Tuned
 
+log = logging.getLogger("sameseed")
 Model = Decoder | EagleHead | BlockHead
 FIRST_SECONDS = 0.15  # for passes, and as much for rounds, that goodput measures once per machine and model
 SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none is given and none is nested
@@ -119,6 +120,32 @@ def load_parts(
     key = learned_key(config, used) if config.spec.policy == "goodput" else None
     said = SaidTokens(folder) if any(is_counted(each.options) for each in level.every()) else None
     return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key, said)
+
+
+def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
+    """The settings, checked against their profile if they have one.
+
+    If `max_num_seqs` is above the batch sizes that were tuned, goodput decides the draft lengths. Raises ConfigError
+    for a profile of another machine or of other weights, unless `force_profile` is set.
+    """
+    if config.profile is None:
+        return config
+    tuned = Tuned.read(config.profile)
+    why = tuned.machine.differs(machine_here(config.device))
+    if why is None and tuned.model.digest not in ("", found := store.weights_key(folder)):
+        why = f"weights {tuned.model.digest} there, {found} here"
+    if why is not None and not config.force_profile:
+        raise ConfigError(
+            f"profile {config.profile} was tuned for something else ({why}): what it chose may be slower than plain "
+            "decoding here; run `sameseed tune` again, or give --force-profile"
+        )
+    if why is not None:
+        log.warning("profile %s was tuned for something else (%s); it is used all the same", config.profile, why)
+    beyond = tuned.scope.beyond(config.max_num_seqs)
+    if beyond is None or config.spec.policy == "goodput":
+        return config
+    log.warning("profile %s: %s; goodput decides how much is drafted", config.profile, beyond)
+    return replace(config, spec=replace(config.spec, policy="goodput"))
 
 
 class CheckedParts(NamedTuple):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING
@@ -100,7 +99,7 @@ def measure_engine(engine: Engine, seconds: float) -> EngineCost:
     params = SamplingParams(max_tokens=min(TOKENS, engine.max_model_len - length), ignore_eos=True)
     try:
         for size, k in ((size, k) for size in BATCHES for k in LENGTHS):
-            engine.policy = _Listener(k, partial(_learn_late, cost, count()))
+            engine.policy = _Learner(k, cost=cost)
             for i in range(size):
                 prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
                 engine.add(Request(f"{__name__}-{size}-{k}-{i}", prompt, params, 0, tenant=CALIBRATING))
@@ -114,20 +113,16 @@ def measure_engine(engine: Engine, seconds: float) -> EngineCost:
     return cost
 
 
-@dataclass(frozen=True)
-class _Listener(FixedLength):
-    """A fixed length; each round is passed to `hear`."""
+@dataclass(frozen=True, kw_only=True)
+class _Learner(FixedLength):
+    """A fixed length; `cost` learns from rounds without prompt rows, but not from two in which a drafter catches up."""
 
-    hear: Callable[[Round], None] = lambda round_: None
+    cost: EngineCost
+    rounds: Iterator[int] = field(default_factory=count)
 
     def update(self, round_: Round) -> None:
-        self.hear(round_)
-
-
-def _learn_late(cost: EngineCost, rounds: Iterator[int], round_: Round) -> None:
-    """Learn from all rounds except those with prompt rows and the first two, in which a drafter catches up."""
-    if next(rounds) > 1 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
-        cost.learn(round_, max(round_.num_asked), False)
+        if next(self.rounds) > 1 and round_.num_rows == len(round_.seqs) + sum(round_.num_draft):
+            self.cost.learn(round_, max(round_.num_asked), False)
 
 
 def _rounds(

@@ -13,17 +13,24 @@ from pathlib import Path
 import numpy as np
 
 import sameseed
-from sameseed import store
+from sameseed import devices, store
 from sameseed.config import EngineConfig
 from sameseed.cost.running import EngineCost
 from sameseed.engine.levels import Level
-from sameseed.engine.scope import machine_here
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.scheme import QuantScheme
+from sameseed.tuned import TunedMachine
 
 SCHEMA, KIND = 5, "learned"
 LONGEST, MOST = 600.0, 1e18  # seconds of a pass (the server ends an engine whose step takes as long), any other number
 FIRST, LAST = 64, 4096  # rounds before the first write; later writes at 4 times as many, at most `LAST` apart
+
+
+def machine_here(device: str = "cpu") -> TunedMachine:
+    """This machine, as a profile describes the one that it was tuned on. For a GPU, CPU and threads are left empty."""
+    if (gpu := devices.title(device)) is not None:
+        return TunedMachine("", 0, gpu=gpu)
+    return TunedMachine(devices.cpu_name(), devices.native_threads(), devices.native_isa() or "")
 
 
 def learned_key(config: EngineConfig, models: list[tuple[Path, QuantScheme]]) -> str | None:

@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from sameseed import ops, store
-from sameseed.engine.scope import machine_here
+from sameseed.engine.learned import machine_here
 from sameseed.errors import ConfigError
 from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model

@@ -8,7 +8,7 @@ import pytest
 
 from sameseed import LLM, SamplingParams, store
 from sameseed.cli import main, options
-from sameseed.engine.scope import machine_here
+from sameseed.engine.learned import machine_here
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.plan.profile_file import text, write
