@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-    from sameseed.engine.async_llm import AsyncLLM
-    from sameseed.engine.llm import LLM
-    from sameseed.engine.settings import AsyncEngineArgs
-    from sameseed.request import Completion, SamplingParams
-    from sameseed.scheme import QuantScheme
+    from sameseed.config import CacheConfig as CacheConfig, EngineConfig as EngineConfig, SpecConfig as SpecConfig
+    from sameseed.engine.async_llm import AsyncLLM as AsyncLLM
+    from sameseed.engine.llm import LLM as LLM
+    from sameseed.engine.settings import AsyncEngineArgs as AsyncEngineArgs
+    from sameseed.request import Completion as Completion, SamplingParams as SamplingParams
+    from sameseed.scheme import QuantScheme as QuantScheme
 
 _HOMES = {
     "LLM": "sameseed.engine.llm",
@@ -39,18 +39,7 @@ _ELSEWHERE = {  # names in other libraries: the names here
     **dict.fromkeys(("StructuredOutputsParams", "GuidedDecodingParams"), "the server's response_format"),
 }
 
-__all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "CacheConfig",
-    "Completion",
-    "EngineConfig",
-    "QuantScheme",
-    "SamplingParams",
-    "SpecConfig",
-    "__version__",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:

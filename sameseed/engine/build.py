@@ -206,7 +206,7 @@ def assemble(
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
     policies.follow(drafter)
-    policies.begin(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), learned)
+    policies.calibrate(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), learned)
     return Engine(
         capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec), config.max_pass_ms / 1000
     )

@@ -41,16 +41,12 @@ class Level:
             QuantScheme.parse(spec.format)
         least, most = drafter.num_below
         if not least <= len(spec.below) <= most:
-            wanted = (
-                f"{least} drafter(s)" if least == most else "two drafters or more" if least == 2 else f"up to {most}"
-            )
-            first = spec.below[0].method if spec.below else ""
-            fitting = (
-                f"'{first} + {spec.method}'" if most == 0 else "'ngram > MODEL'" if most == 1 else "'suffix + MODEL'"
-            )
+            below = [b.method for b in spec.below]
+            wanted = str(least) if least == most else f"{least} or more" if least == 2 else f"up to {most}"
+            usual = {0: " + ".join([*below[:1], spec.method]), 1: "ngram > MODEL"}.get(most, "suffix + MODEL")
             raise ConfigError(
-                f"drafter {spec.method!r} works with {wanted} below it, not {len(spec.below)}; write e.g. "
-                f"--draft {fitting}"
+                f"drafter {spec.method!r} works with {wanted} drafters below it, not {len(below)}; write e.g. "
+                f"--draft '{usual}'"
             )
         return cls(spec, drafter, options, tuple(map(cls.of, spec.below)))
 

@@ -47,14 +47,13 @@ class RequestPolicies:
         self._trimmed: set[int] = set()  # sequences whose whole draft was dropped in this round
         self._has_forced = False  # does a request of this round fix its draft length?
 
-    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
-        """Let the engine's policy measure what rounds cost, before the first round."""
-        self.default.calibrate(measure)
+    def calibrate(self, measure: Callable[[], EngineCost], key: str | None = None) -> None:
+        """Let the engine's policy measure what rounds cost, before the first round.
 
-    def begin(self, measure: Callable[[], EngineCost], key: str | None) -> None:
-        """`calibrate`, from the state that an earlier process stored under `key`; new knowledge is stored there too."""
+        `key`: it starts from the state that an earlier process stored there, and new knowledge is stored there too.
+        """
         if key is None or not isinstance(self.default, GoodputLength):
-            return self.calibrate(measure)
+            return self.default.calibrate(measure)
         self._table = LearnedTable(self.default, key)
         self._table.begin(measure)
 
