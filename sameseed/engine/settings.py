@@ -66,8 +66,8 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     """
     fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # errors may suggest `model` or `draft` too
     spec = _spec_of(draft)
-    names = {"draft_options": "options", "draft_format": "format"}
-    names |= {name: name for name in ("num_draft_tokens", "confidence", "policy", "overlap")}
+    own = ("num_draft_tokens", "confidence", "policy", "overlap")
+    names = {"draft_options": "options", "draft_format": "format", **{name: name for name in own}}
     given: dict[str, Any] = {names[k]: v for k, v in settings.items() if k in names and v is not None}
     if given.get("policy") == "auto" or ("policy" not in given and not isinstance(draft, SpecConfig)):
         given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
@@ -78,8 +78,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     if chosen := {k: v for k, v in options.items() if k != "below"}:
         given["options"] = {**spec.options, **chosen}
     spec = dataclasses.replace(spec, below=below, **given)
-    if "format" in given and spec.model is None:  # drafters in turn: the format is that of their models
-        spec = _in_format(spec, given["format"])
+    spec = _in_format(spec, given.get("format", "auto"))
     cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
     cache: dict[str, Any] = {cache_names[k]: v for k, v in settings.items() if k in cache_names}
     rest: dict[str, Any] = {k: v for k, v in settings.items() if k not in names and k not in cache_names}
@@ -100,14 +99,10 @@ def _spec_of(draft: DraftChoice) -> SpecConfig:
 
 
 def _in_format(spec: SpecConfig, number_format: str) -> SpecConfig:
-    """The same levels, with this format for all models below that have no format of their own."""
-    below = tuple(
-        dataclasses.replace(b, format=number_format)
-        if b.model is not None and b.format == "auto"
-        else _in_format(b, number_format)
-        for b in spec.below
-    )
-    return dataclasses.replace(spec, below=below)
+    """The same levels, with this format for the models of drafters in turn that have no format of their own."""
+    if spec.model is not None:
+        return dataclasses.replace(spec, format=number_format) if spec.format == "auto" else spec
+    return dataclasses.replace(spec, below=tuple(_in_format(b, number_format) for b in spec.below))
 
 
 def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
