@@ -114,10 +114,6 @@ class Batch:
     def num_seqs(self) -> int:
         return self.num_pending.shape[0]
 
-    @property
-    def _key_positions(self) -> Tensor:
-        return self.positions if self.key_positions is None else self.key_positions
-
     def without_chains(self) -> Batch:
         """This batch on the CPU, with chains of draft nodes described as pending rows, which see the same keys.
 
@@ -125,7 +121,8 @@ class Batch:
         """
         if self.tree_mask is None:
             return self
-        masks, offsets, positions = self.tree_mask.tolist(), self.row_offsets.tolist(), self._key_positions.tolist()
+        places = self.positions if self.key_positions is None else self.key_positions
+        masks, offsets, positions = self.tree_mask.tolist(), self.row_offsets.tolist(), places.tolist()
         pending, known = self.num_pending.tolist(), self.kv_lens.tolist()
         branched = False
         for b, (start, end) in enumerate(itertools.pairwise(offsets)):

@@ -16,7 +16,7 @@ from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.head_config import check_rotation, is_head
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.mtp import mtp_bytes
-from sameseed.models.weights import Shapes, TensorSource, dense_format, expected_shapes, weight_bytes
+from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
 from sameseed.scheme import QuantScheme
 
 GIB = 2**30
@@ -49,16 +49,9 @@ def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
     shape = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(shape)
-        return demand_of(shape, checkpoint, quant, config)
-
-
-def demand_of(
-    shape: ModelConfig, source: TensorSource, quant: QuantScheme, config: EngineConfig, shapes: Shapes | None = None
-) -> Demand:
-    """Like `demand`, for any source of tensors, not only files; `shapes`: those of a head's tensors."""
-    dense = dense_format(source, quant, shapes or expected_shapes(shape))
+        dense = dense_format(checkpoint, quant, expected_shapes(shape))
+        weights = weight_bytes(shape, checkpoint, quant, device=config.device)
     block = block_bytes(shape, scheme.cache_format(config.cache.format, dense), config.cache.block_size)
-    weights = weight_bytes(shape, source, quant, shapes, config.device)
     # On a GPU all rows of a pass may have logits in one of its graphs.
     wanted = config.max_num_seqs + MAX_NODES if config.device == "cpu" else config.max_num_rows
     states = state_bytes(shape.state_shapes, config.max_num_seqs, config.cache.prefix_cache)
