@@ -11,7 +11,7 @@ from gpu_passes import Tell, attempted
 from gpu_sizes import Sizes
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine.build import assemble
+from sameseed.engine.build import Loaded, assemble
 from sameseed.measure import usage as memory
 from sameseed.measure.bench import Job, Run, run_batch
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
@@ -66,7 +66,7 @@ class Stage:
         longest = max(len(prompt) for prompt, _ in jobs) + params.max_tokens + 64
         cache = CacheConfig(block_size=BLOCK, prefix_cache=False)  # off: prompts run twice
         config = EngineConfig(spec=arm.spec, max_num_seqs=batch, max_model_len=longest, device=self.device, cache=cache)
-        engine = assemble(config, self.tokenizer, batch * -(-longest // BLOCK) + 8, self.target, arm.drafts)
+        engine = assemble(Loaded(config, self.tokenizer, batch * -(-longest // BLOCK) + 8, self.target, arm.drafts))
         run, first_tokens = Run(), 0.0
         for start in range(0, len(jobs), batch):  # warm-up: compile, and capture graphs for all rows
             run_batch(engine, jobs[start : start + batch], Run())

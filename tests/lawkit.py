@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 
 from sameseed import ops, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine.build import assemble
+from sameseed.engine.build import Loaded, assemble
 from sameseed.laws import trial
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.block import BlockHead
@@ -222,9 +222,8 @@ def make_engine(
         cache=cache,
         spec=spec,
     )
-    engine = assemble(
-        config, pair.tokenizer, -(-tokens // block), target or pair.target, models_of(spec, pair, pair.target)
-    )
+    drafts = tuple(models_of(spec, pair, pair.target))
+    engine = assemble(Loaded(config, pair.tokenizer, -(-tokens // block), pair.target, drafts), target)
     return engine if drafter is None else trial.draft_with(engine, drafter, k)
 
 

@@ -41,8 +41,9 @@ def run(parsed: Parsed[VerifyArgs]) -> int:
     asked = Asked(parsed.engine.model, prompts, args.num_prompts, params.max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)
     with stages(f"loading {asked.model}", args.json) as tick:
-        count = lambda done, total: tick("million weights", done // 10**6, total // 10**6)  # noqa: E731
-        subject = load_subject(asked, config, params, count)
+        subject = load_subject(
+            asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
+        )
         certificate = certify(subject, asked, checks, tick)
     found = certificate.as_dict()
     keep([found], args.out, args.json)

@@ -55,15 +55,18 @@ SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none
 
 @dataclass(frozen=True)
 class Loaded:
-    """Loaded parts for engines: settings in which draft heads are recognized, models, and the size of the caches."""
+    """Loaded parts for engines: settings in which draft heads are recognized, models, and blocks of each cache.
+
+    `drafts`: the draft models of the levels in `config.spec` that need one, each level before the levels below it.
+    """
 
     config: EngineConfig
     tokenizer: Tokenizer
     num_blocks: int
     target: Decoder
-    drafts: tuple[Model, ...]
-    learned: str | None = None  # the key under which such engines store what they learn
-    said: SaidTokens | None = None
+    drafts: tuple[Model, ...] = ()
+    learned: str | None = None  # the key under which goodput stores what it learns; None: nothing is stored
+    said: SaidTokens | None = None  # for drafts with the vocabulary "auto"
 
 
 def build_engine(
@@ -74,8 +77,7 @@ def build_engine(
     `target`: the runner of another engine with the same settings. Both engines then share its cache, so only one of
     them may have requests. Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with a remedy.
     """
-    got = load_parts(model, config, progress, None if target is None else target.model)
-    return assemble(got.config, got.tokenizer, got.num_blocks, target or got.target, got.drafts, got.learned, got.said)
+    return assemble(load_parts(model, config, progress, None if target is None else target.model), target)
 
 
 def load_parts(
@@ -184,42 +186,25 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     return CheckedParts(level, tokenizer, models, demands)
 
 
-def assemble(
-    config: EngineConfig,
-    tokenizer: Tokenizer,
-    num_blocks: int,
-    target: Decoder | ModelRunner,
-    drafts: Seq[Model] = (),
-    learned: str | None = None,
-    said: SaidTokens | None = None,  # for drafts with the vocabulary "auto"
-) -> Engine:
-    """An Engine from loaded models, with caches of `num_blocks` blocks, drafter, length policy and scheduler.
-
-    `drafts`: the draft models of the levels in `config.spec` that need one, each level before the levels below it.
-    `learned`: the key under which goodput stores what it learns; None: it starts without stored knowledge.
-    """
-    runner = target if isinstance(target, ModelRunner) else _runner(target, config, num_blocks)
+def assemble(parts: Loaded, runner: ModelRunner | None = None) -> Engine:
+    """An Engine of loaded models with drafter, length policy and scheduler; `runner`: the target's, if there is one."""
+    config = parts.config
+    runner = runner or _runner(parts.target, config, parts.num_blocks)
     scope = Scope() if config.profile is None else Tuned.read(config.profile).scope
-    policies = RequestPolicies(make_policy(config.spec), scope, said)
-    drafter = _build_drafter(Level.of(config.spec), config, num_blocks, runner, policies, iter(drafts), said)
+    policies = RequestPolicies(make_policy(config.spec), scope, parts.said)
+    drafter = _build_drafter(Level.of(config.spec), parts, runner, policies, iter(parts.drafts))
     max_len = config.max_model_len or runner.model.max_model_len
     scheduler = Scheduler(runner.blocks, config.max_num_rows, config.max_num_seqs, max_len)
     capturing = runner.beside(captures=drafter.captures)
     policies.follow(drafter)
-    policies.calibrate(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), learned)
+    policies.calibrate(partial(measure_rounds, capturing, drafter, FIRST_SECONDS), parts.learned)
     return Engine(
-        capturing, drafter, policies, tokenizer, scheduler, make_overlap(config.spec), config.max_pass_ms / 1000
+        capturing, drafter, policies, parts.tokenizer, scheduler, make_overlap(config.spec), config.max_pass_ms / 1000
     )
 
 
 def _build_drafter(
-    level: Level,
-    config: EngineConfig,
-    num_blocks: int,
-    target: ModelRunner,
-    policy: LengthPolicy,
-    models: Iterator[Model],
-    said: SaidTokens | None = None,
+    level: Level, parts: Loaded, target: ModelRunner, policy: LengthPolicy, models: Iterator[Model]
 ) -> Drafter:
     """The drafter of one level for `target`, and those below it."""
     if isinstance(level.spec.drafter, Drafter):
@@ -230,24 +215,24 @@ def _build_drafter(
     if cls.owns:
         model = next(models)
         if isinstance(model, EagleHead | BlockHead):
-            cache = _cache(model.config.layer, model.weights.dense, config, num_blocks)
+            cache = _cache(model.config.layer, model.weights.dense, parts.config, parts.num_blocks)
             head = HeadRunner(model, cache) if isinstance(model, EagleHead) else BlockRunner(model, cache)
         elif cls.owns == "target":
             own = target.beside(model)
         else:
-            own = _runner(model, config, num_blocks)
+            own = _runner(model, parts.config, parts.num_blocks)
     below: list[Below] = []
     for b in level.below:
         # Drafters below one without a model draft for the same target, so the same policy ends their drafts.
         shares = not cls.owns and b.spec.policy == "fixed" and b.spec.confidence is None
         lower = CappedLength(b.spec.num_draft_tokens, policy) if shares else make_policy(b.spec)
-        drafter = _build_drafter(b, config, num_blocks, own or target, lower, models, said)
+        drafter = _build_drafter(b, parts, own or target, lower, models)
         if not shares:
             lower.calibrate(partial(measure_rounds, (own or target).beside(captures=drafter.captures), drafter))
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    return cls.build(settled(level.options, said, own, target), Parts(target, policy, own, tuple(below), head))
+    return cls.build(settled(level.options, parts.said, own, target), Parts(target, policy, own, tuple(below), head))
 
 
 @dataclass(frozen=True)

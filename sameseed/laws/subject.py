@@ -120,7 +120,7 @@ class Subject:
             max_num_seqs=seqs,
         )
         drafts = self.loaded.drafts if config.spec.method != "none" else ()
-        engine = assemble(config, self.loaded.tokenizer, count, self.loaded.target, drafts)
+        engine = assemble(Loaded(config, self.loaded.tokenizer, count, self.loaded.target, drafts))
         return engine if drafter is None else trial.draft_with(engine, drafter, nodes)
 
     def trees(self, jobs: Seq[Request], written: Seq[Completion], seed: int = 0) -> TreeDrafter:

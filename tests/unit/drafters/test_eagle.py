@@ -13,7 +13,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, assert_nothing_left, load_pair, random_
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters._tree import Tree
-from sameseed.engine.build import assemble, build_engine
+from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
@@ -73,8 +73,8 @@ def engine_of(pair, k=12, *, spec=None, tokens=2048, **settings):
     confidence = settings.pop("confidence", None)
     chosen = spec or SpecConfig("eagle", num_draft_tokens=k, confidence=confidence, options=settings)
     config = EngineConfig(cache=cache, spec=chosen if k else SpecConfig(), **limits)
-    models = [pair.head] if spec is None else [pair.draft, pair.head]
-    return assemble(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models if k else ())
+    models = () if not k else (pair.head,) if spec is None else (pair.draft, pair.head)
+    return assemble(Loaded(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models))
 
 
 def table(vocab, depth, seed):

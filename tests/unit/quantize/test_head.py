@@ -10,7 +10,12 @@ from lawkit import MODEL_VOCAB, load_pair, random_prompts, run, texts, write_mod
 from sameseed import ops
 from sameseed.cli import main
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
+<<<<<<< HEAD
 from sameseed.engine.build import assemble, build_engine
+=======
+from sameseed.engine.build import Loaded, assemble, build_engine
+from sameseed.engine.engine import Engine
+>>>>>>> aad48c91 (Assemble an engine of its loaded parts)
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
@@ -86,7 +91,7 @@ def engine(target, head):
     spec = SpecConfig("eagle", num_draft_tokens=4, options={"top_k": 1}) if head else SpecConfig()
     config = EngineConfig(cache=CacheConfig(format="fp32"), spec=spec)
     models = (load_head(head, pair.target, ops.resolve()),) if head else ()
-    return assemble(config, pair.tokenizer, 128, pair.target, models)
+    return assemble(Loaded(config, pair.tokenizer, 128, pair.target, models))
 
 
 def test_it_is_accepted_as_often(models, tmp_path):
