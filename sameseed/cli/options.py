@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
 import os
@@ -26,9 +25,9 @@ from tyro.conf import arg
 
 from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
-from sameseed.errors import ConfigError, RegistryError, RequestError
+from sameseed.errors import ConfigError, RegistryError, RequestError, nearest
 from sameseed.fields import check_ranges, hints
-from sameseed.models.config import drafts_itself
+from sameseed.models.config import EMBEDDED, drafts_itself
 from sameseed.request import SamplingParams
 
 T = TypeVar("T")
@@ -233,7 +232,6 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
 
 
-EMBEDDED = ("embedded", "embedded-target", "embedded-draft", "embedded-head", "smollm2-head")  # as the loader's
 # Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
     "embedded": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
@@ -258,10 +256,9 @@ def _checked(spec: SpecConfig, target: str) -> SpecConfig:
     """Check the models of all levels, and fill in those that the package has. Raises RegistryError for no such name."""
     name = spec.model
     if name is not None and name not in (*EMBEDDED, *hub.PACKAGED) and os.sep not in name and not os.path.exists(name):
-        near = difflib.get_close_matches(name, [*registry.names("drafters"), *EMBEDDED, "none", "auto"], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        drafters = ", ".join(registry.names("drafters"))
-        raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {drafters})")
+        drafters = registry.names("drafters")
+        hint = nearest(name, [*drafters, *EMBEDDED, "none", "auto"])
+        raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {', '.join(drafters)})")
     below = tuple(_checked(b, target) for b in spec.below)
     if name is None and (kind := owns(spec.method)):
         name = shipped(target)[1].get(kind)

@@ -11,7 +11,6 @@ from sameseed import hub
 from sameseed.cli import options
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import RegistryError
-from sameseed.models import loader
 from sameseed.request import SamplingParams
 
 
@@ -80,7 +79,6 @@ def test_the_embedded_model_brings_its_draft():
     assert cascade is not None and (cascade.method, cascade.model) == ("cascade", "embedded-draft")
     assert options.draft_choice("embedded-head", "embedded") == SpecConfig("draft_model", "embedded-head")
     assert options.draft_choice("embedded-target", "org/name") == SpecConfig("draft_model", "embedded-target")
-    assert set(options.EMBEDDED) == set(loader.EMBEDDED)
     assert options.draft_choice("eagle", "embedded") == SpecConfig("eagle", "embedded-head")
     with pytest.raises(RegistryError, match="did you mean 'suffix'"):
         options.draft_choice("sufix + draft_model", "embedded")
