@@ -145,9 +145,10 @@ def _command(name: str, argv: list[str]) -> int:
     if name == "bench" and argv[:1] == ["serve"]:
         name, argv = "bench serve", argv[1:]
     flags, options = (importlib.import_module(f"sameseed.cli.{part}") for part in ("flags", "options"))
-    own, shared = flags.COMMANDS[name]
-    parsed = options.parse(own, argv, f"sameseed {name}", **shared)
-    return int(importlib.import_module(f"sameseed.cli.{name.replace(' ', '_').replace('-', '_')}").run(parsed))
+    words = name.replace("-", " ").split()
+    own = getattr(flags, f"{''.join(map(str.title, words))}Args")
+    parsed = options.parse(own, argv, f"sameseed {name}", **flags.SHARED.get(name, {}))
+    return int(importlib.import_module(f"sameseed.cli.{'_'.join(words)}").run(parsed))
 
 
 def _settle() -> None:

@@ -1,4 +1,4 @@
-"""The flags of each command: a dataclass each, whose comments are the help texts; and which shared flags it has.
+"""The flags of each command: a dataclass named after it, whose comments are the help texts; and what it shares.
 
 This module imports neither torch nor a command's own module, so that help and bad usage are answered at once.
 """
@@ -181,7 +181,7 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
-class VerifyArgs:
+class VerifyLosslessArgs:
     """Certify that speculation changes no output: tokens, log-probabilities, the distribution of samples, the cache.
 
     The engine's flags are generate's. The sampling flags are for sampled outputs; greedy ones are always checked too.
@@ -376,35 +376,20 @@ AXES = {  # list flags of bench, and the flag of other commands that each stands
     "confidences": "confidence",
 }
 BOTH = {"engine": True, "sampling": True}
-COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {  # flags of its own, and what `parse` is to add
-    "generate": (GenerateArgs, BOTH),
-    "chat": (ChatArgs, {**BOTH, "defaults": {"max_tokens": 256}, "left_out": ("n",)}),
-    "serve": (ServeArgs, {"engine": True}),
-    "bench": (
-        BenchArgs,
-        {
-            **BOTH,
-            "defaults": {"max_tokens": 96, "seed": 1, "top_p": 0.95, "policy": "fixed"},
-            "left_out": ("overlap", "temperature", "n", "logprobs", "prefix_cache", *AXES.values()),
-            "axes": AXES,
-        },
-    ),
-    "bench serve": (BenchServeArgs, {}),
-    "eval": (EvalArgs, {"engine": True, "defaults": FIXED, "left_out": ("draft",)}),  # its --draft means more
-    "verify-lossless": (
-        VerifyArgs,
-        {
-            **BOTH,
-            "defaults": {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED},
-            "left_out": ("n", "logprobs"),
-        },
-    ),
-    "profile": (ProfileArgs, {}),
-    "estimate": (EstimateArgs, {}),
-    "tune": (TuneArgs, {}),
-    "doctor": (DoctorArgs, {}),
-    "quantize": (QuantizeArgs, {}),
-    "info": (InfoArgs, {}),
-    "completion": (CompletionArgs, {}),
-    "demo": (DemoArgs, {}),
+SHARED: dict[str, dict[str, Any]] = {  # by command: what `parse` adds to its own flags
+    "generate": BOTH,
+    "chat": {**BOTH, "defaults": {"max_tokens": 256}, "left_out": ("n",)},
+    "serve": {"engine": True},
+    "bench": {
+        **BOTH,
+        "defaults": {"max_tokens": 96, "seed": 1, "top_p": 0.95, "policy": "fixed"},
+        "left_out": ("overlap", "temperature", "n", "logprobs", "prefix_cache", *AXES.values()),
+        "axes": AXES,
+    },
+    "eval": {"engine": True, "defaults": FIXED, "left_out": ("draft",)},  # its --draft means more
+    "verify-lossless": {
+        **BOTH,
+        "defaults": {"temperature": 0.8, "top_p": 0.95, "seed": 1, "max_tokens": 32, **FIXED},
+        "left_out": ("n", "logprobs"),
+    },
 }

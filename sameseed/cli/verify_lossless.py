@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sameseed.cli.console import check_outputs, keep, note, show_table, stages, stdout_console
-from sameseed.cli.flags import VerifyArgs
+from sameseed.cli.flags import VerifyLosslessArgs
 from sameseed.cli.options import Parsed
 from sameseed.engine.settings import make_config
 from sameseed.laws.check import Effort
@@ -32,7 +32,7 @@ VERDICTS = {
 }
 
 
-def run(parsed: Parsed[VerifyArgs]) -> int:
+def run(parsed: Parsed[VerifyLosslessArgs]) -> int:
     """Check the arguments, certify, show, write; see EXIT."""
     args, params = parsed.args, parsed.params
     effort, checks = Effort.parse(args.effort), chosen(args.only)
