@@ -84,17 +84,10 @@ class RequestPolicies:
         self._has_forced = False
         if self._unbounded and not any(seq.speculation for seq in seqs):
             return self.default.lengths(seqs, num_rows, budget)
-        lengths = [0] * len(seqs)
-        groups: dict[int, tuple[LengthPolicy, list[int]]] = {}
-        for b, seq in enumerate(seqs):
-            forced = self._forced(seq)
-            if forced is not None:
-                lengths[b] = forced
-                self._has_forced = True
-                continue
-            policy = self._of(seq)
-            groups.setdefault(id(policy), (policy, []))[1].append(b)
-        for policy, members in groups.values():
+        forced = [self._forced(seq) for seq in seqs]
+        lengths = [k or 0 for k in forced]
+        self._has_forced = any(k is not None for k in forced)
+        for policy, members in self._groups(seqs):
             taken = sum(lengths)
             rows = None if num_rows is None else num_rows + taken
             left = None if budget is None else max(0, budget - taken)
@@ -103,14 +96,19 @@ class RequestPolicies:
                 lengths[b] = k if own is None else own.of(k)
         return lengths
 
+    def _groups(self, seqs: Seq[Sequence]) -> list[tuple[LengthPolicy, list[int]]]:
+        """Each policy with the sequences for which it decides: all but those whose requests fix the length."""
+        free = [(b, self._of(seq)) for b, seq in enumerate(seqs) if self._forced(seq) is None]
+        groups = [(policy, [b for b, own in free if own is policy]) for policy in self._all()]
+        return [(policy, members) for policy, members in groups if members]
+
     @property
     def trims(self) -> bool:
         return any(policy.trims for policy in self._all())
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes that each sequence's policy drops, unless its request fixes the length."""
-        for policy in self._all() if len(draft.tokens) else ():
-            free = [b for b, seq in enumerate(seqs) if self._of(seq) is policy and self._forced(seq) is None]
+        for policy, free in self._groups(seqs) if len(draft.tokens) else ():
             before, draft = draft, policy.trim(draft, seqs, num_rows, free)
             if draft is not before:
                 self._trimmed |= {seqs[b].seq_id for b in free if before.count(b) and not draft.count(b)}
