@@ -10,12 +10,7 @@ from lawkit import MODEL_VOCAB, load_pair, random_prompts, run, texts, write_mod
 from sameseed import ops
 from sameseed.cli import main
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-<<<<<<< HEAD
-from sameseed.engine.build import assemble, build_engine
-=======
 from sameseed.engine.build import Loaded, assemble, build_engine
-from sameseed.engine.engine import Engine
->>>>>>> aad48c91 (Assemble an engine of its loaded parts)
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head
