@@ -15,7 +15,7 @@ from sameseed.cost.running import DraftCost, EngineCost, GapCost
 from sameseed.engine.alarm import Alarm
 from sameseed.engine.policies import CALIBRATING
 from sameseed.lengths.fixed import FixedLength
-from sameseed.models.runner import ModelRunner
+from sameseed.models.runner import ModelRunner, Output
 from sameseed.ops.reference import one_thread
 from sameseed.request import Request, SamplingParams, Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
@@ -56,8 +56,7 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
                 return Curve(points, context)
         if long < 4 * context or FEW not in sizes or MANY not in sizes:
             return Curve(points, context)
-        short = dict(points)
-        slow = [(_pass(runner, seq, long, m, end) - short[m]) / (long - context) for m in (FEW, MANY)]
+        slow = [(_pass(runner, seq, long, m, end) - dict(points)[m]) / (long - context) for m in (FEW, MANY)]
         per_row = max(0.0, (slow[1] - slow[0]) / (MANY - FEW))
         return Curve(points, context, max(0.0, slow[0] - FEW * per_row), per_row)
     finally:
@@ -154,10 +153,9 @@ def _rounds(
                 seq.token_ids[-1] = rng.randrange(vocab_size)
             counts = [draft.count(b) for b in range(size)]
             accepted = [len(nodes) for nodes in found.nodes]
-            rows = sum(pending) + sum(counts)
             catching_up = measured < 2  # a head reads the text's hidden states after the first pass
             late += times.draft * catching_up
-            cost.learn(Round(seqs, [k] * size, counts, accepted, rows, times), k, catching_up)
+            cost.learn(Round(seqs, [k] * size, counts, accepted, sum(pending + counts), times), k, catching_up)
             measured += 1
     finally:
         for seq in seqs:
@@ -167,22 +165,24 @@ def _rounds(
     return unseen, late, measured
 
 
-def timed_pass(runner: ModelRunner, seqs: Seq[Sequence], draft: Draft) -> float:
-    """Seconds of a forward pass whose rows are taken back."""
+def timed_pass(runner: ModelRunner, seqs: Seq[Sequence], draft: Draft) -> tuple[float, Output]:
+    """Seconds of a forward pass whose rows are taken back, and its result."""
     before, pending, start = [seq.num_settled for seq in seqs], [seq.num_pending for seq in seqs], time.perf_counter()
-    runner.forward(seqs, draft, pending)
+    out = runner.forward(seqs, draft, pending)
     seconds = time.perf_counter() - start
     for seq, settled in zip(seqs, before):
         seq.num_settled = settled
-    return seconds
+    return seconds, out
 
 
 def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
     """Median seconds of passes over `num_rows` rows after `context` - 1 cached rows."""
     seq.num_cached = seq.num_settled = context - 1
     seq.token_ids[:] = [0] * context
-    draft = Draft.chains([[0] * (num_rows - 1)])
-    times: list[float] = []
+    own, times = [0] * (num_rows - 1), list[float]()
     while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
-        times.append(timed_pass(runner, [seq], draft))
+        seconds, out = timed_pass(runner, [seq], Draft.chains([own]))
+        times.append(seconds)
+        # Likely tokens after each row: equal rows would all choose the same experts.
+        own = [int(row.topk(4).indices[i % 4]) for i, row in enumerate(out.logits[:-1])]
     return median(times[1:])  # the first pass of a size may include one-time preparation

@@ -100,9 +100,9 @@ class TimedModel:
         drafted = job.rows - 1 if job.kind == "chain" else 0
         draft = Draft.chains([_tokens(7 + i, drafted, self.config.vocab_size) for i in range(len(seqs))])
         try:
-            seconds = timed_pass(self.runner, seqs, draft)
+            seconds, _ = timed_pass(self.runner, seqs, draft)
             # The previous pass may be another model's. In an engine, a small model's weights stay in CPU caches.
-            return timed_pass(self.runner, seqs, draft) if seconds < SHORT else seconds
+            return timed_pass(self.runner, seqs, draft)[0] if seconds < SHORT else seconds
         finally:
             for seq in seqs:
                 self.runner.blocks.release(seq)

@@ -10,7 +10,7 @@ from sameseed.config import SpecConfig
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
 from sameseed.engine import calibrate
-from sameseed.engine.calibrate import measure_engine, measure_rounds
+from sameseed.engine.calibrate import measure_curve, measure_engine, measure_rounds
 from sameseed.engine.learned import FIRST, KIND, LearnedTable
 from sameseed.engine.llm import LLM
 from sameseed.lengths._acceptance import KEPT, Acceptance, DraftNodes
@@ -156,3 +156,17 @@ def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(p
 def test_an_engine_with_a_tiny_context_is_measured_too(pair_folders):
     engine = LLM(str(pair_folders[0]), max_model_len=8, max_num_seqs=1).engine
     assert measure_engine(engine, 0.1).gap.seen
+
+
+def test_passes_have_rows_that_the_model_draws(pair_folders):
+    """Equal rows would choose the same experts, and hide what those of other rows cost."""
+    runner = LLM(str(pair_folders[0])).engine.runner
+    seen, forward = [], runner.forward
+
+    def watched(seqs, draft, *more):
+        seen.append(set(draft.tokens.tolist()))
+        return forward(seqs, draft, *more)
+
+    runner.forward = watched
+    measure_curve(runner, rows=(16,), longest=0)
+    assert all(len(tokens) > 4 for tokens in seen[1:]) and len(seen) > 2
