@@ -131,8 +131,9 @@ class BlockManager:
         first = seq.num_cached // self.block_size
         for i in range(first, seq.num_known):
             if self._num_users[seq.blocks[i]] > 1:  # shared: this sequence computes the whole block again
-                self.trim(seq, i * self.block_size)
-                seq.num_cached = min(seq.num_cached, i * self.block_size)
+                kept = i * self.block_size if i * self.block_size >= seq.num_settled else 0
+                self.trim(seq, kept)
+                seq.num_cached, seq.num_settled = min(seq.num_cached, kept), min(seq.num_settled, kept)
                 break
             self.prefixes.drop(seq.blocks[i])
         seq.num_known = min(seq.num_known, first)

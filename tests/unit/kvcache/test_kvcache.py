@@ -292,3 +292,14 @@ def test_the_block_freed_last_is_taken_first():
     blocks.trim(a, 2)
     blocks.reserve(b, 1)
     assert b.blocks == [last]
+
+
+def test_a_rewind_into_a_shared_block_takes_the_state_back_too() -> None:
+    blocks, a, b = BlockManager(8, SIZE, num_slots=2), sequence([1] * (2 * SIZE + 1)), sequence([1] * (2 * SIZE + 1))
+    blocks.reserve(a, len(a))
+    a.num_cached = a.num_settled = 2 * SIZE
+    blocks.enter(a, 2 * SIZE)
+    assert blocks.adopt(b) == 2 * SIZE == b.num_settled
+    b.num_settled = 2 * SIZE - 1
+    blocks.rewind(b, 2 * SIZE - 1)
+    assert b.num_settled <= b.num_cached < 2 * SIZE
