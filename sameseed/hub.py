@@ -98,17 +98,20 @@ def _install(package: str, folder: str, seconds: float) -> None:
     )
 
 
-def labelled(repository: str, label: str = "") -> str:
-    """The one GGUF file of a hub repository with `label` (such as Q4_K_M) as a part of its name.
+def labelled(repository: str, label: str = "") -> Path:
+    """The one GGUF file of a hub repository with `label` (such as Q4_K_M) in its name, fetched with its `mtp-*.gguf`.
 
     Raises ModelLoadError for none or several, and what the hub's library raises.
     """
-    files = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
-    files = [f for f in files if not PART.search(f[:-5])] or files
+    every = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
+    files = [f for f in every if not PART.search(f[:-5]) and not Path(f).name.startswith("mtp-")] or every
     part = re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
     match = [f for f in files if part.search(f[:-5])] if label else files
     if len(match) == 1 and not PART.search(match[0][:-5]):
-        return match[0]
+        drafts = [f for f in every if str(Path(f)).startswith(str(Path(match[0]).with_name("mtp-")))]
+        for draft in sorted(drafts, key=lambda f: (not part.search(f[:-5]), f))[:1]:
+            fetch(repository, draft)
+        return fetch(repository, match[0])
     if not files:
         raise ModelLoadError(f"{repository} holds neither config.json nor GGUF files; give another repository")
     if match and PART.search(match[0][:-5]):

@@ -27,7 +27,7 @@ from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError, nearest
 from sameseed.fields import check_ranges, hints
-from sameseed.models.config import EMBEDDED, drafts_itself
+from sameseed.models.config import EMBEDDED, own_draft
 from sameseed.request import SamplingParams
 
 T = TypeVar("T")
@@ -195,6 +195,8 @@ def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
         text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
+        if engine == "vllm" and text == "auto" and "/" in model and not os.path.exists(model):
+            text = "none"  # a model of the hub is fetched by vLLM itself
         own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
         spec = parse_draft(text) if own else draft_choice(text, model)
         flags["draft"] = spec and spec.with_each(partial(_drafting_from, vocabulary))
@@ -247,9 +249,9 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
 
 @lru_cache
 def shipped(model: str) -> tuple[str, dict[str, str]]:
-    """The entry of a target in SHIPPED, or its own MTP block. A file is known by its bytes, whatever its name."""
+    """The entry of a target in SHIPPED, or its `own_draft`. A file is known by its bytes, whatever its name."""
     name = "embedded" if model == "embedded-target" else model if model in SHIPPED else hub.packaged_as(model)
-    return SHIPPED.get(name or "") or ("mtp" if drafts_itself(model) else "none", {})
+    return SHIPPED.get(name or "") or (own_draft(model), {})
 
 
 def _checked(spec: SpecConfig, target: str) -> SpecConfig:

@@ -26,6 +26,7 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
+MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
 # Where a model that also sees or hears has its language model, and the names of its other parts.
 TEXT_PARTS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
 OTHER_PARTS = tuple(
@@ -51,7 +52,8 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         try:
             names, places = self._file_names()
-            for file in names:
+            beside = sorted(p.name for p in self.folder.glob(MTP_FILES) if p.name not in names)
+            for file in names + beside:
                 path = self.folder / file
                 if not path.exists():
                     raise ModelLoadError(f"{path} is missing, though the index names it; download it again")
@@ -60,6 +62,8 @@ class Checkpoint:
                 for name in opened.entries:
                     if places.get(name, file) != file:
                         continue  # the index names another file for this tensor
+                    if file in beside and (name in self._files or not name.startswith("mtp.")):
+                        continue
                     if name in self._files:
                         raise ModelLoadError(
                             f"tensor {name[:80]} is in both {self._files[name].path.name} and {file} of "

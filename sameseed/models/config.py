@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -309,31 +310,40 @@ def is_assistant(folder: Path) -> bool:
 
 def model_text(folder: Path) -> str:
     """What the model in a folder or file, which is no head, means as a draft (`sameseed.config.WRITTEN`)."""
-    if folder.is_file() and folder.match(MTP_BESIDE):
-        return "MTP"
-    return "PARALLEL" if is_parallel(folder) else "ASSISTANT" if is_assistant(folder) else "MODEL"
+    if is_parallel(folder) or is_assistant(folder):
+        return "PARALLEL" if is_parallel(folder) else "ASSISTANT"
+    return "MTP" if folder.is_file() and folder.match(MTP_BESIDE) else "MODEL"
 
 
-def drafts_itself(model: str) -> bool:
-    """Whether a model here has a whole MTP block, inside or beside. Others are told apart without importing torch."""
+def own_draft(model: str) -> str:
+    """What drafts for a model by default: "mtp", its MTP block inside or beside; an assistant's file beside; "none".
+
+    Models without either are told apart without importing torch. A model of the hub is fetched.
+    """
     path = Path(model).expanduser()
+    if not path.exists() and "/" in model and not model.startswith((".", "/", "~")):
+        from sameseed.models.loader import resolve_model
+
+        with suppress(ModelLoadError):  # which loading the model says later
+            path = resolve_model(model)
     config = path if path.is_file() else path / "config.json"
     if not config.is_file():
-        return False
+        return "none"
     with config.open("rb") as file:
         begin = file.read(KEY_BYTES)
-    inside = any(key in begin for key in (b"mtp_num_hidden_layers", b".nextn_predict_layers"))
-    if not inside and not (path.is_file() and any(path.parent.glob(MTP_BESIDE))):
-        return False
+    beside = sorted(path.parent.glob(MTP_BESIDE)) if path.is_file() else []
+    if not beside and not any(key in begin for key in (b"mtp_num_hidden_layers", b".nextn_predict_layers")):
+        return "none"
+    from sameseed.models.gemma_assistant import drafts_for
     from sameseed.models.mtp import mtp_bytes
     from sameseed.scheme import QuantScheme
 
     try:
         mtp_bytes(path, QuantScheme(), path)
+        return "mtp"
     except (ConfigError, ModelLoadError) as error:
         log.info("no MTP block to draft with: %s", error)
-        return False
-    return True
+    return next((str(file) for file in beside if drafts_for(file, path)), "none")
 
 
 def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | None:

@@ -8,18 +8,21 @@ and see the committed tokens only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import ModelConfig, whole_number
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaWeights
 from sameseed.models.layers import rope_table
+from sameseed.models.loader import read_config
 from sameseed.ops import normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
@@ -101,11 +104,7 @@ class Assistant(Gemma):
         """Raises ConfigError for a target that this assistant was not made for."""
         c, t = self.config, target.config
         assert isinstance(c, AssistantConfig)
-
-        def sizes(of: GemmaConfig, hidden_size: int) -> tuple[int, ...]:
-            return hidden_size, of.vocab_size, of.head_dim, of.local_head_dim
-
-        if not isinstance(t, GemmaConfig) or sizes(t, t.hidden_size) != sizes(c, c.target_size):
+        if not fits(c, t):
             raise ConfigError(
                 f"this assistant drafts for a Gemma 4 of hidden size {c.target_size} and {c.vocab_size} tokens, not "
                 f"for {t.architecture} of {t.hidden_size} and {t.vocab_size}; take the assistant of this target"
@@ -129,6 +128,24 @@ class Assistant(Gemma):
 
     def _forward(self, *args: Any) -> Any:
         raise ConfigError("an assistant drafts for its Gemma 4 only; name that as the model, and it as --draft")
+
+
+def fits(own: ModelConfig, target: ModelConfig) -> bool:
+    """Whether the config of an assistant goes with that of a target."""
+
+    def sizes(of: GemmaConfig, hidden_size: int) -> tuple[int, ...]:
+        return hidden_size, of.vocab_size, of.head_dim, of.local_head_dim
+
+    if not isinstance(own, AssistantConfig) or not isinstance(target, GemmaConfig):
+        return False
+    return sizes(own, own.target_size) == sizes(target, target.hidden_size)
+
+
+def drafts_for(file: Path, model: Path) -> bool:
+    """Whether a file holds the assistant of a model."""
+    with suppress(ModelLoadError):
+        return fits(read_config(file), read_config(model))
+    return False
 
 
 MODEL = Assistant

@@ -64,10 +64,10 @@ def resolve_model(name: str) -> Path:
         if one_file:
             return hub.fetch(*name.rsplit("/", 1))
         if colon:
-            return hub.fetch(repository, hub.labelled(repository, label))
+            return hub.labelled(repository, label)
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
         if not (folder / "config.json").exists():
-            return hub.fetch(repository, hub.labelled(repository))
+            return hub.labelled(repository)
     except ModelLoadError:
         raise
     except Exception as error:  # besides its own errors, those of the HTTP library that this version is built on

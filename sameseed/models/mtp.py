@@ -31,14 +31,7 @@ from sameseed.models.qwen35 import (
     mtp_shapes,
     read_attention,
 )
-from sameseed.models.weights import (
-    Progress,
-    TensorSource,
-    WeightReader,
-    dense_format,
-    expected_shapes,
-    weight_bytes,
-)
+from sameseed.models.weights import Progress, TensorSource, WeightReader, dense_format, expected_shapes, weight_bytes
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
 
@@ -118,12 +111,7 @@ def mtp_bytes(folder: Path, quant: QuantScheme, target: Path) -> tuple[Qwen35Con
 
 
 def load_mtp(
-    folder: Path,
-    target: Qwen35,
-    ops: Ops,
-    quant: QuantScheme,
-    device: str = "cpu",
-    progress: Progress | None = None,
+    folder: Path, target: Qwen35, ops: Ops, quant: QuantScheme, device: str = "cpu", progress: Progress | None = None
 ) -> MtpHead:
     """The MTP block of `target`, whose embedding and LM head it shares. Raises as `open_block`."""
     with open_block(folder) as (source, config, layer):

@@ -23,6 +23,7 @@ REPOSITORIES = {
     "org/split": ["big-Q4_0-00001-of-00002.gguf", "big-Q4_0-00002-of-00002.gguf"],
     "org/twice": ["a-Q4_0.gguf", "b-Q4_0.gguf"],
     "org/none": ["README.md"],
+    "org/mtp": ["m-Q4_0.gguf", "m-Q8_0.gguf", "mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "old/mtp-m-Q8_0.gguf"],
 }
 
 
@@ -71,6 +72,7 @@ RIGHT = {
     "org/twice:Q4_0": "refused",
     "org/split:Q4_0": "merge",
     "org/none:Q4_0": "refused",
+    "org/mtp:Q8_0": "m-Q8_0.gguf mtp-m-Q8_0.gguf",
 }
 ASK = """
 import sys
@@ -78,7 +80,8 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.loader import resolve_model
 for name in sys.argv[1:]:
     try:
-        print(resolve_model(name).name)
+        path = resolve_model(name)
+        print(path.name, *(file.name for file in path.parent.rglob("mtp-*")))
     except ModelLoadError as error:
         print("refused", error)
 """

@@ -9,14 +9,15 @@ import torch
 from fixtures_gguf import write_gguf
 from fixtures_models import load, oracle, random_tensors
 from lawkit import SAMPLED, random_prompts, run, texts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sameseed.batch import Rows, build_batch
+from sameseed.cli.options import draft_choice, shipped
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import parse_config
+from sameseed.models.config import model_text, parse_config
 from sameseed.request import SamplingParams
 
 TARGET = {**lawkit.FAMILIES["gemma4"], "model_type": "gemma4_text", "dtype": "float32"}
@@ -26,6 +27,12 @@ KEYS = {
     "attention.shared_kv_layers": 2,
     **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 16),
     "attention.key_length_swa": 8,
+}
+TARGET_KEYS = {
+    **KEYS,
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "final_logit_softcapping": 30.0,
+    "embedding_length_per_layer_input": 8,
 }
 
 
@@ -107,6 +114,21 @@ def test_laws_1_and_3(folders, params):
     assert texts(run(drafting, prompts, sampling)) == plain
     assert texts(run(engine(*folders, policy="goodput"), prompts, sampling)) == plain, "it rests where it does not pay"
     assert drafting.metrics.num_drafts > 20 and drafting.scheduler.num_preemptions > 0
+
+
+def test_a_file_beside_its_target_drafts_by_default(folders, tmp_path):
+    """Named as llama.cpp names it; one of another model does not."""
+    tensors, raw = load_file(folders[0] / "model.safetensors"), json.loads((folders[0] / "config.json").read_text())
+    raw |= {"rope_parameters": {"rope_theta": 1e6}}
+    target = write_gguf(tmp_path / "m.gguf", raw, tensors, arch="gemma4", keys=TARGET_KEYS)
+    beside = as_gguf(folders[1], tmp_path / "mtp-m.gguf")
+    spec = draft_choice("auto", str(target))
+    assert spec == parse_draft(str(beside)) and model_text(beside) == "ASSISTANT"
+    lawkit.write_model(tmp_path / "other", **{**TARGET, "hidden_size": 48})
+    tensors, raw = load_file(tmp_path / "other" / "model.safetensors"), {**raw, "hidden_size": 48}
+    write_gguf(target, raw, tensors, arch="gemma4", keys=TARGET_KEYS)
+    shipped.cache_clear()
+    assert draft_choice("auto", str(target)) is None
 
 
 def test_what_is_refused(folders, tmp_path):

@@ -1,6 +1,9 @@
 """Qwen3.5: transformers' logits; GGUF files; the MTP block. The laws are in tests/contract/test_families.py."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import lawkit
@@ -166,3 +169,39 @@ def test_the_block_drafts_by_default(folders, tmp_path, params):
     assert found[0] == found[1] and found[2] == found[3]
     with pytest.raises(ConfigError, match="another model"):
         build_engine(str(other), EngineConfig(max_model_len=64, spec=parse_draft(str(beside))))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_block_in_a_file_that_no_index_names(folders, tmp_path, indexed):
+    """Of that file only the block is read."""
+    tensors = load_file(folders[0] / "model.safetensors")
+    block = {name: x for name, x in tensors.items() if name.startswith("mtp.")}
+    rest = {name: x for name, x in tensors.items() if name not in block}
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((folders[0] / file).read_bytes())
+    save_file(rest, tmp_path / "model.safetensors")
+    save_file({**block, "lm_head.weight": torch.zeros(1)}, tmp_path / "model-mtp.safetensors")
+    if indexed:
+        index = {"weight_map": dict.fromkeys(rest, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert draft_choice("auto", str(tmp_path)) == SpecConfig("mtp")
+    heads = []
+    for folder in (folders[0], tmp_path):
+        target = load_model(folder, ops.resolve())
+        heads.append(load_mtp(folder, target, ops.resolve(), QuantScheme()).weights.fc)
+    assert all(torch.equal(heads[0].parts[part], heads[1].parts[part]) for part in heads[0].parts)
+
+
+def test_a_block_beside_a_file_of_the_hub_drafts_too(folders, tmp_path):
+    """As a download leaves the hub's cache; in a process of its own, as the hub's library reads its settings once."""
+    place = tmp_path / "hub" / "models--org--m"
+    snapshot = place / "snapshots" / ("1" * 40)
+    for path in (snapshot, place / "refs"):
+        path.mkdir(parents=True)
+    (place / "refs" / "main").write_text(snapshot.name)
+    as_gguf(folders[0], snapshot / "m-Q8_0.gguf", "nextn.")
+    as_gguf(folders[0], snapshot / "mtp-m-Q8_0.gguf", alone=True)
+    ask = "from sameseed.cli.options import draft_choice; print(draft_choice('auto', 'org/m:Q8_0').method)"
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "mtp", done.stderr
