@@ -228,10 +228,10 @@ def random_tensors(config, seed=0, dtype=torch.float32):
 
     def draw(name, shape):
         noise = torch.randn(shape, generator=generator)
-        if name.endswith(("norm.weight", "layer_scalar")):
-            return 1 + 0.3 * noise
         if name.endswith((".bias", ".sinks")):
             return 0.5 * noise
+        if len(shape) == 1:
+            return 1 + 0.3 * noise
         return noise if "embed_tokens" in name and not config.tied_embeddings else 1.5 * noise / shape[1] ** 0.5
 
     return {name: draw(name, shape).to(dtype) for name, shape in expected_shapes(config).items()}

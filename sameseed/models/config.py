@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma",
     "Gemma4ForConditionalGeneration": "gemma",
     "Gemma4UnifiedForConditionalGeneration": "gemma",
+    "Gemma4MoeForCausalLM": "gemma_moe",  # a Gemma 4 whose config.json enables its block of experts
     "Gemma4AssistantForCausalLM": "gemma_assistant",
     "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
     "SmolLM3ForCausalLM": "llama",

@@ -33,7 +33,7 @@ GELU = ("gelu_pytorch_tanh", "gelu_tanh")
 PATTERN = 6  # every sixth layer sees all tokens, where config.json does not name the layers
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Of other models with the same architectures.
-UNREAD = ("attn_logit_softcapping", "enable_moe_block", "use_bidirectional_attention")
+UNREAD = ("attn_logit_softcapping", "use_bidirectional_attention")
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,23 @@ class Gemma(Decoder):
         "model.embed_tokens_per_layer": "per_layer_token_embd",
         "model.per_layer_model_projection": "per_layer_model_proj",
         "model.per_layer_projection_norm": "per_layer_proj_norm",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
     }
 
     # --- config ---
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> GemmaConfig:
+        if raw.get("enable_moe_block"):
+            return family("Gemma4MoeForCausalLM").parse({**raw, "enable_moe_block": False}, where)  # type: ignore[return-value]
         for name in UNREAD:
             if raw.get(name) not in (None, False, "vision"):  # text is causal also where images are not
                 raise ModelLoadError(f"{where}: {name} is not supported; take a dense Gemma 3 or 4")
@@ -227,6 +238,9 @@ class Gemma(Decoder):
             "hidden_size_per_layer_input": per_layer,
             "vocab_size_per_layer_input": table.shape[0] if table is not None else 0,
             "enable_moe_block": bool(file.number("expert_count", 0)),
+            "num_experts": file.number("expert_count", 0),
+            "top_k_experts": file.number("expert_used_count", 0),
+            "moe_intermediate_size": file.number("expert_feed_forward_length", 0),
         }
 
     # --- weights ---
@@ -323,14 +337,17 @@ class Gemma(Decoder):
         """The output [T, C] of layer i; `inputs`: see `_layer_inputs`."""
         w, eps = self.weights.layers[i], self.config.rms_eps
         x = self._attend(ops, i, w, x, batch, caches)
-        gate_up = ops.product(normed_rows(x, w.post_norm, eps), w.gate_up)  # [T, 2 I]
-        out = ops.product(gated_rows(gate_up, "gelu"), w.down)
-        x = ops.norm_add(out, w.feedforward_out, eps, x, 1.0 if inputs else w.factor)
+        x = ops.norm_add(self._feed_forward(ops, w, x), w.feedforward_out, eps, x, 1.0 if inputs else w.factor)
         if not inputs:
             return x
         gate = ops.product(plain_rows(x), w.input_gate)  # [T, P]
         out = ops.product(gated_rows(ops.beside([gate, inputs[i]]), "gelu"), w.input_up)
         return ops.norm_add(out, w.input_out, eps, x, w.factor)
+
+    def _feed_forward(self, ops: Ops, w: Any, x: Tensor) -> Tensor:
+        """What the feed-forward network makes of x [T, C], before the norm of its output."""
+        gate_up = ops.product(normed_rows(x, w.post_norm, self.config.rms_eps), w.gate_up)  # [T, 2 I]
+        return ops.product(gated_rows(gate_up, "gelu"), w.down)
 
     def _attend(self, ops: Ops, i: int, w: GemmaLayer, x: Tensor, batch: Batch, caches: Seq[KVLayer]) -> Tensor:
         """x [T, C] plus what attention adds."""

@@ -142,10 +142,10 @@ class Qwen3Moe(Llama):
             return reader.layer(at)
         name = f"{at}.self_attn.sinks"
         sinks = reader.vector(name) if name in reader.shapes else None
-        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at), sinks=sinks)
+        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at, cls.router), sinks=sinks)
 
-    @classmethod
-    def read_experts(cls, reader: WeightReader, c: MoeConfig, at: str) -> ExpertWeights:
+    @staticmethod
+    def read_experts(reader: WeightReader, c: MoeConfig, at: str, router: str = "mlp.gate") -> ExpertWeights:
         def modules(*parts: str) -> list[list[str]]:
             return [[f"{at}.mlp.experts.{e}.{part}_proj" for part in parts] for e in range(c.num_experts)]
 
@@ -153,7 +153,7 @@ class Qwen3Moe(Llama):
             whole = reader.biases([m for e in experts for m in e], f"{experts[0][0]}.bias" in reader.shapes)
             return None if whole is None else whole.view(c.num_experts, -1)
 
-        gate_up, down, router = modules("gate", "up"), modules("down"), f"{at}.{cls.router}"
+        gate_up, down, router = modules("gate", "up"), modules("down"), f"{at}.{router}"
         return ExpertWeights(
             router=reader.matrix(router),
             router_bias=reader.biases([router], f"{router}.bias" in reader.shapes),

@@ -233,10 +233,12 @@ class Ops:
         x = rows.prepared(self.rms_norm, self.silu_mul, self.gelu_mul)
         return reference.product(plain_rows(x), self.unpack(w), bias, residual)
 
-    def experts(self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None) -> Tensor:
-        """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]."""
-        done = self._experts(rows, w, residual)
-        return reference.experts(rows, w, residual, self.product, self.rms_norm) if done is None else done
+    def experts(
+        self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
+    ) -> Tensor:
+        """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]. `logits`: see the reference."""
+        done = self._experts(rows, w, residual) if logits is None else None
+        return reference.experts(rows, w, residual, self.product, self.rms_norm, logits) if done is None else done
 
     def _ready_for(self, w: QuantTensor | tuple[QuantTensor, ...]) -> bool:
         return not isinstance(w, tuple) and w.order is None and self._serves(w)

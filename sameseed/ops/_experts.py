@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class ExpertWeights:
     """A router over E experts of width F, and the experts; biases are float32.
 
     `top_k`: experts of a row. `normalize`: their weights are a softmax over the chosen logits, else over all.
-    `limit`: gates are gpt-oss's clamped SwiGLU (`silu_mul`).
+    `limit`: gates are gpt-oss's clamped SwiGLU (`silu_mul`); `act`: "gelu" in place of that. `factors`: of the weights.
     """
 
     router: QuantTensor  # [E, C]
@@ -28,6 +29,8 @@ class ExpertWeights:
     top_k: int
     normalize: bool
     limit: float | None = None
+    act: Literal["silu", "gelu"] = "silu"
+    factors: Tensor | None = None  # [E]
 
 
 def parted(w: QuantTensor, count: int) -> tuple[QuantTensor, ...] | None:

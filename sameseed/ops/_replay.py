@@ -158,7 +158,11 @@ class Recorder:
         self._cached(layer)
         return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on, stores)
 
-    def experts(self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+    def experts(
+        self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
+    ) -> Tensor:
+        if logits is not None:
+            raise NotRecordableError("experts whose router reads other rows")
         if rows.norm is not None and not rows.norm.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
         out = row_ops.experts(rows, w, residual, self._on)

@@ -194,22 +194,25 @@ def experts(
     residual: Tensor | None = None,
     product: Callable[..., Tensor] = product,
     norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    logits: Tensor | None = None,
 ) -> Tensor:
     """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C].
 
     Rows are grouped by expert: each (row, slot) has the bits that it has alone. A row adds weight * result of its slots
     in their order, and then the residual. Weights of experts that no row chose are not read. `product` and `norm` are
-    the backend's.
+    the backend's. `logits` [T, E]: the router's, where it reads something else than `rows`.
     """
     x = rows.prepared(norm, silu_mul, gelu_mul)
-    chosen, weights = choose_experts(product(plain_rows(x), w.router, w.router_bias), w.top_k, w.normalize)
+    logits = product(plain_rows(x), w.router, w.router_bias) if logits is None else logits
+    chosen, weights = choose_experts(logits, w.top_k, w.normalize)
+    weights = weights if w.factors is None else weights * w.factors[chosen]
     results = x.new_empty(*chosen.shape, x.shape[1])  # [T, k, C]
     for e in sorted(set(chosen.flatten().tolist())):
         at, slot = (chosen == e).nonzero(as_tuple=True)
         bias = None if w.gate_up_bias is None else w.gate_up_bias[e]
         gate_up = product(plain_rows(x[at]), w.gate_up[e], bias)
         bias = None if w.down_bias is None else w.down_bias[e]
-        inner = gated_rows(gate_up) if w.limit is None else plain_rows(silu_mul(gate_up, w.limit))
+        inner = gated_rows(gate_up, w.act) if w.limit is None else plain_rows(silu_mul(gate_up, w.limit))
         results[at, slot] = product(inner, w.down[e], bias)
     total = torch.zeros_like(x)
     for j in range(w.top_k):

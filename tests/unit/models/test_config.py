@@ -115,7 +115,6 @@ REFUSED = [
     *(
         ({**VARIANTS["gemma4"].raw, name: value}, name)
         for name, value in (
-            ("enable_moe_block", True),
             ("use_bidirectional_attention", "all"),
             ("num_kv_shared_layers", 3),  # no layer is left that writes a cache
             ("hidden_size_per_layer_input", -1),

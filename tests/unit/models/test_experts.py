@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 from fixtures_gguf import write_gguf
-from fixtures_models import all_logits, joined_experts, load, oracle_logits, prompt, published_experts, random_tensors
+from fixtures_models import (
+    GEMMA4,
+    all_logits,
+    joined_experts,
+    load,
+    oracle_logits,
+    prompt,
+    published_experts,
+    random_tensors,
+)  # fmt: skip
 from safetensors.torch import save_file
 
 from sameseed import scheme
@@ -28,6 +37,12 @@ MODELS = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {**YARN, "rope_theta": 150000.0},
     },
+    "gemma": {
+        **GEMMA4, "architectures": ["Gemma4ForCausalLM"], "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
 }  # fmt: skip
 MODELS["qwen-dense-layers"] = {**MODELS["qwen"], "norm_topk_prob": False, "mlp_only_layers": [1]}
 
@@ -38,7 +53,9 @@ def written(folder, name, **changes):
     tensors = random_tensors(parse_config(raw))
     tensors |= {n: t / 2 for n, t in tensors.items() if ".experts." in n}
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-    save_file(published_experts(tensors, True) if name == "gpt-oss" else tensors, folder / "model.safetensors")
+    stored = tensors if "qwen" in name else published_experts(tensors, name == "gpt-oss")
+    stored = {n.replace(".mlp.experts", ".experts") if name == "gemma" else n: x for n, x in stored.items()}
+    save_file(stored, folder / "model.safetensors")
     return folder, raw, tensors
 
 
@@ -56,14 +73,14 @@ def test_logits_are_those_of_transformers(name, backend, tmp_path):
     close(all_logits(load(folder, backend), ids), oracle_logits(folder, ids), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss", "gemma"])
 @pytest.mark.parametrize(("kind", "tolerance"), [("F32", 2e-5), ("Q8_0", 0.1), ("MXFP4", 0.7)])
 @pytest.mark.parametrize("joined", [False, True])
 def test_gguf_files(name, kind, tolerance, joined, tmp_path):
     """Also where gate and up of all experts are one tensor."""
     folder, raw, tensors = written(tmp_path / "model", name)
     parts = joined_experts(tensors)
-    for gate in [n for n in parts if joined and ".gate_proj." in n]:
+    for gate in [n for n in parts if joined and ".experts." in n and ".gate_proj." in n]:
         parts[gate.replace("gate_", "gate_up_")] = torch.cat(
             [parts.pop(gate), parts.pop(gate.replace("gate", "up"))], 1
         )
@@ -71,10 +88,14 @@ def test_gguf_files(name, kind, tolerance, joined, tmp_path):
     if name == "gpt-oss":
         keys |= {"expert_feed_forward_length": 96, "attention.sliding_window": 32, "rope.scaling.type": "yarn"}
         keys |= {"rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 64}
+    if name == "gemma":
+        keys |= {"attention.sliding_window": 32, "attention.sliding_window_pattern": [True, False] * 2}
+        keys |= {"attention.head_count_kv": [2, 1] * 2, "attention.key_length_swa": 16}
+        keys |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32)
     path = tmp_path / "model.gguf"
-    arch = {"qwen": "qwen3moe"}.get(name, name)
+    arch = {"qwen": "qwen3moe", "gemma": "gemma4"}.get(name, name)
     write_gguf(path, raw, parts, lambda n: kind if "_exps.weight" in n else "F32", arch, keys)
-    ids = prompt(90)
+    ids, tolerance = prompt(90), tolerance * 2 if (name, kind) == ("gemma", "Q8_0") else tolerance
     for backend in ("reference", "cpu"):
         close(all_logits(load(path, backend), ids), all_logits(load(folder), ids), tolerance)
     if kind == "F32":

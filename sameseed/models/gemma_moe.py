@@ -1,0 +1,83 @@
+"""Gemma 4 with experts (26B-A4B): each layer adds some, which a router chooses, to its feed-forward network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sameseed.models.config import ModelConfig, View, whole_number
+from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
+from sameseed.ops import ExpertWeights, Ops, normed_rows
+
+if TYPE_CHECKING:
+    from sameseed.models.weights import Shapes, WeightReader
+
+NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+
+
+@dataclass(frozen=True)
+class GemmaMoeConfig(GemmaConfig, MoeConfig):
+    """`intermediate_size` is that of the network beside the experts."""
+
+    def read_share(self, rows: float) -> float:
+        return MoeConfig.read_share(self, rows)
+
+
+@dataclass(frozen=True)
+class GemmaMoeLayer(GemmaLayer):
+    """Norms [C]: of the network's output, of the experts' input and output, and of what the router reads."""
+
+    experts: ExpertWeights | None = None
+    norms: tuple[Tensor, ...] = ()
+    router_norm: Tensor | None = None
+
+
+class GemmaMoe(Gemma):
+    """The decoder of Gemma 4 with experts."""
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> GemmaConfig:
+        base = super().parse({**raw, "architectures": ["Gemma4MoeForCausalLM"]}, where)
+        whole = partial(whole_number, raw, where)
+        count = whole("num_experts", most=1 << 16)
+        top_k, size = whole("top_k_experts", most=count), whole("moe_intermediate_size")
+        return GemmaMoeConfig(**vars(base), num_experts=count, top_k=top_k, expert_size=size)
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        c, at = moe(config), f"model.layers.{layer}"
+        norms = {f"{at}.{name}.weight": (c.hidden_size,) for name in NORMS}
+        scales = {f"{at}.router.scale": (c.hidden_size,), f"{at}.router.per_expert_scale": (c.num_experts,)}
+        return {**super().layer_shapes(c, layer), **expert_shapes(c, at, "router.proj"), **norms, **scales}
+
+    @classmethod
+    def views(cls, config: ModelConfig) -> dict[str, View]:
+        every = [expert_views(moe(config), f"model.layers.{i}") for i in range(config.num_layers)]
+        outside = [(n, v._replace(tensor=v.tensor.replace(".mlp.", "."))) for found in every for n, v in found.items()]
+        return dict(outside)
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> GemmaMoeLayer:
+        c, at = moe(reader.config), f"model.layers.{layer}"
+        factors = reader.vector(f"{at}.router.per_expert_scale")
+        experts = Qwen3Moe.read_experts(reader, c, at, "router.proj")
+        return GemmaMoeLayer(
+            **vars(super().read_layer(reader, layer)),
+            experts=replace(experts, normalize=True, act="gelu", factors=factors),
+            norms=tuple(reader.norm(f"{at}.{name}") for name in NORMS),
+            router_norm=reader.vector(f"{at}.router.scale") * c.hidden_size**-0.5,
+        )
+
+    def _feed_forward(self, ops: Ops, w: Any, x: Tensor) -> Tensor:
+        eps, (own, before, after) = self.config.rms_eps, w.norms
+        logits = ops.product(normed_rows(x, w.router_norm, eps), w.experts.router)
+        chosen = ops.experts(normed_rows(x, before, eps), w.experts, None, logits)
+        return ops.norm_add(chosen, after, eps, ops.rms_norm(super()._feed_forward(ops, w, x), own, eps), 1.0)
+
+
+MODEL = GemmaMoe
