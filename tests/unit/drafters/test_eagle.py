@@ -119,8 +119,7 @@ def test_a_tree_is_the_top_n_of_all_paths(size, seed):
     assert num_run <= 2 * size, "only nodes that can have children in the tree are run"
 
 
-@pytest.mark.parametrize("asked", [GREEDY, DRAWN, PENALIZED], ids=["greedy", "sampled", "penalized"])
-@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("head", "asked"), [("eagle", GREEDY), ("eagle3", DRAWN), ("eagle3", PENALIZED)])
 def test_the_text_stays_and_trees_are_accepted(folders, easy, head, asked):
     pair = pair_of(folders, easy, head)
     plain = texts(run(engine_of(pair, 0), PROMPTS, asked, alone=True))

@@ -19,7 +19,6 @@ from sameseed.scheme import QuantScheme
 PROMPTS = random_prompts(6, seed=31)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **SAMPLED)
-both = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "sampled"])
 
 
 def test_a_copy_in_the_same_format_is_always_right(pair):
@@ -93,10 +92,10 @@ def nested(folder):
     return Pair(pair.target, pair.draft, pair.tokenizer, nested_view(pair.target))
 
 
-@both
-@pytest.mark.parametrize("kv", ["fp32", "int8"])
-@pytest.mark.parametrize("options", [{}, {"kv_window": 16, "kv_sink": 4}], ids=["whole", "window"])
-def test_the_text_is_the_targets_own(nested, kv, params, options):
+@pytest.mark.parametrize(
+    ("params", "kv", "options"), [(GREEDY, "int8", {}), (DRAWN, "fp32", {"kv_window": 16, "kv_sink": 4})]
+)
+def test_the_text_is_the_targets_own(nested, params, kv, options):
     plain = texts(run(make_engine(nested, kv=kv), PROMPTS, params))
     for alone in (False, True):
         engine = make_engine(nested, "self_quant", k=4, kv=kv, options=options, block=4)

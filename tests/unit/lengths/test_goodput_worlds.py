@@ -220,7 +220,6 @@ def found():
         plain, *fixed = (decode(world, FixedLength(k), num_texts) for k in (0, *FIXED))
         own = decode(world, make(world), num_texts)
         ratios[name] = plain / own, min(plain, *fixed) / own
-        print(f"{name:45} plain {ratios[name][0]:.3f} best {ratios[name][1]:.3f}")
     return ratios
 
 
