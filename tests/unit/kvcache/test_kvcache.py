@@ -285,15 +285,6 @@ def test_what_nobody_may_share_is_never_known():
     assert len(blocks.prefixes) == 0
 
 
-def test_the_block_freed_last_is_taken_first():
-    blocks, a, b = BlockManager(4, 1), sequence([1]), sequence([1])
-    blocks.reserve(a, 3)
-    last = a.blocks[-1]
-    blocks.trim(a, 2)
-    blocks.reserve(b, 1)
-    assert b.blocks == [last]
-
-
 def test_a_rewind_into_a_shared_block_takes_the_state_back_too() -> None:
     blocks, a, b = BlockManager(8, SIZE, num_slots=2), sequence([1] * (2 * SIZE + 1)), sequence([1] * (2 * SIZE + 1))
     blocks.reserve(a, len(a))

@@ -43,13 +43,6 @@ def test_workers_take_the_callers_rounding_mode():
     assert not kept.equal(flushed)
 
 
-def test_python_threads_may_call_at_once():
-    x, w = big_linear()
-    wanted = cpu.product(plain_rows(x), w)
-    with threads(2), ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: cpu.product(plain_rows(x), w).equal(wanted), range(200)))
-
-
 def test_threads_with_limits_of_their_own_run_beside_each_other():
     """A limit holds only for the thread that sets it, also a limit above one, and changes no bit."""
     x, w = big_linear()
