@@ -56,7 +56,6 @@ class Answering(Response):
 
         watcher = loop.create_task(watch())
         work = loop.create_task(self._work(scope, receive, send))
-        work.add_done_callback(lambda done: self._free())
         left = max(0.0, self._timeout - (time.monotonic() - visit.arrived))
         error: ApiError | None = None
         try:
@@ -108,10 +107,6 @@ class Answering(Response):
         """Bytes that end a body that has begun with this error; None if the body cannot hold an error."""
         raise NotImplementedError
 
-    def _free(self) -> None:
-        """Called when the work has ended or was cancelled: the engine need not generate for it any more."""
-        raise NotImplementedError
-
     def _ended(self, status: int, took: float) -> dict[str, Any]:
         """Count an answer that took `took` seconds; returns more fields for its log line."""
         return {}
@@ -136,22 +131,25 @@ class Answer(Answering):
             if data or not more:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async for piece in self._stream.pieces():
-            choice = reply.take(piece)
-            if not piece.token_ids and piece.completion is None:  # scores of the prompt alone
-                continue
-            gap = time.monotonic() - latest
-            latest += gap
-            (metrics.first_token if self._first is None else metrics.between).observe(gap)
-            self._first = gap if self._first is None else self._first
-            if not self._events:
-                continue
-            if not self._status:  # before this, an error can still have its own status
-                self._status = 200
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                await write(reply.begin())
-            many = len(choice.prompt_logprobs) > INLINE
-            await write(await limits.away(many, partial(list, reply.events(piece)), None))
+        try:
+            async for piece in self._stream.pieces():
+                choice = reply.take(piece)
+                if not piece.token_ids and piece.completion is None:  # scores of the prompt alone
+                    continue
+                gap = time.monotonic() - latest
+                latest += gap
+                (metrics.first_token if self._first is None else metrics.between).observe(gap)
+                self._first = gap if self._first is None else self._first
+                if not self._events:
+                    continue
+                if not self._status:  # before this, an error can still have its own status
+                    self._status = 200
+                    await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                    await write(reply.begin())
+                many = len(choice.prompt_logprobs) > INLINE
+                await write(await limits.away(many, partial(list, reply.events(piece)), None))
+        finally:
+            self._stream.leave()
         if self._events:
             await write(reply.end(self._usage), more=False)
         else:
@@ -164,11 +162,9 @@ class Answer(Answering):
     def _last(self, error: ApiError, request_id: str) -> bytes | None:
         return b"".join(self._reply.fail(error, request_id)) if self._events else None
 
-    def _free(self) -> None:
-        self._stream.leave()
-
     def _ended(self, status: int, took: float) -> dict[str, Any]:
         metrics, reply, num_tokens = self._metrics, self._reply, self._reply.num_output_tokens
+        self._stream.leave()  # also if the work never began
         metrics.ended(reply)
         first = self._first
         if status == 200:

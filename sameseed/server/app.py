@@ -59,7 +59,7 @@ class BodyRoute(APIRoute):
         kinds = get_args(asked) or (asked,)
 
         async def handle(request: Request) -> Response:
-            response: Response = await endpoint(request, await endpoint.__self__.fields(request, *kinds))
+            response: Response = await endpoint(visit_of(request), await endpoint.__self__.fields(request, *kinds))
             return response
 
         return handle
@@ -136,7 +136,7 @@ def add_state(app: FastAPI, client: Supervised, gate: Gate) -> None:
     async def health() -> JSONResponse:
         if client.state in ("down", "failed", "closed"):
             raise unavailable("the engine has stopped")
-        return JSONResponse({"status": "ok", **client.told})
+        return JSONResponse({"status": "ok", "engine": client.state})
 
     @app.get("/ready", summary="May requests be sent? Not while loading or draining")
     async def ready() -> JSONResponse:

@@ -47,7 +47,6 @@ class EngineClient(process.Supervised):
         beat_timeout: float = 30.0,
         step_timeout: float = 600.0,
         max_restarts: int = 5,
-        on_failure: Callable[[str], None] = lambda message: None,
         first_delay: float = process.FIRST_DELAY,
         spawn: Callable[[], tuple[int, socket.socket]] = lambda: process.spawn("worker"),
     ) -> None:
@@ -55,7 +54,7 @@ class EngineClient(process.Supervised):
 
         The process is killed after `beat_timeout` seconds without a frame, or `step_timeout` seconds in one step.
         """
-        super().__init__(max_restarts, on_failure, first_delay)
+        super().__init__(max_restarts, first_delay)
         self._spawn = spawn
         self.model = model
         self.text: TextCodec | None = None

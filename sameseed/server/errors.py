@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
@@ -10,45 +11,32 @@ from starlette.responses import JSONResponse
 if TYPE_CHECKING:
     from sameseed.server.connection import Visit
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"}
+_TYPES |= {429: "rate_limit_error", 503: "service_unavailable_error"}
 MAX_MESSAGE = 1000
 _LEAKS = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w/.])(?:~|\.{1,2})?/(?!v1/)(?:[\w.@-]+/)+[\w.@-]+|<[\w.]+ object[^>]*>")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response: its HTTP status, OpenAI's fields, and `retry_after` (seconds after which to try again)."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = clean(message)
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __post_init__(self) -> None:
+        self.message = clean(self.message)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self, request_id: str | None = None) -> dict[str, Any]:
         """The JSON body, or the payload of an event in a stream that has begun, with the request's id if it has one."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error} | ({} if request_id is None else {"request_id": request_id})
 

@@ -22,6 +22,7 @@ class Gate:
         self.max_running = 1  # until an engine has told its own
         self.num_inside = 0
         self.size_inside = 0
+        self.size_arriving = 0  # bytes of bodies that are being read, parsed or checked: not admitted yet
         self.num_refused = 0
         self._requests: Counter[str] = Counter()  # admitted requests of each tenant
         self.closed: str | None = None  # if set: why no request is admitted any more

@@ -44,11 +44,10 @@ class Helper:
         """`setup` makes the first frame of a new process, which `spawn` starts; `max_waiting`: jobs that may wait."""
         self._spawn = spawn
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
-        self._lock = asyncio.Lock()
+        self._lock, self._num_jobs = asyncio.Lock(), 0
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._results: Unpacker[HelperResult] = Unpacker(HelperResult)
-        self._jobs: set[asyncio.Task[HelperResult]] = set()
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -57,20 +56,15 @@ class Helper:
         `name`: the field that an error names; `size`: approximate characters of the frame.
         Raises HelperDiedError; ApiError 400 if the job is refused, 503 if too many jobs wait or the server shuts down.
         """
-        if self._closed:
-            raise unavailable(ENDED)
-        if len(self._jobs) > self._max_waiting:
+        if self._num_jobs > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
-        job = asyncio.get_running_loop().create_task(self._answer(frame, size))
-        self._jobs.add(job)
+        self._num_jobs += 1
         try:
-            await asyncio.wait({job})
+            data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
+            async with self._lock:
+                result = await self._answer(data)
         finally:
-            job.cancel()  # if the caller was cancelled
-            self._jobs.discard(job)
-        if job.cancelled():
-            raise unavailable(ENDED)
-        result = job.result()
+            self._num_jobs -= 1
         if result.fault == "request":
             raise bad_request(result.text, name)
         if result.fault == "machine":
@@ -81,27 +75,28 @@ class Helper:
     def refuse(self) -> None:
         """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
         self._closed = True
-        for job in self._jobs:
-            job.cancel()
+        if self._streams is not None:
+            self._streams[1].close()  # ends the job that is being done
 
     async def close(self) -> None:
         """End the process."""
         self.refuse()
         await self._end()
 
-    async def _answer(self, frame: Frame, size: int) -> HelperResult:
-        data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
-        async with self._lock:
+    async def _answer(self, data: bytes) -> HelperResult:
+        retries = 1
+        while not self._closed:
             if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
                 await self._start()
             sent = time.monotonic()
             try:
                 return await self._exchange(data, self._patience)
             except HelperDiedError as error:
-                if error.spent or time.monotonic() - sent > AT_ONCE:
+                was_idle = not error.spent and time.monotonic() - sent <= AT_ONCE  # it had died before
+                if not self._closed and not (was_idle and retries):
                     raise
-            await self._start()  # it had died while idle
-            return await self._exchange(data, self._patience)
+                retries -= 1
+        raise unavailable(ENDED)
 
     async def _start(self) -> None:
         await self._end()
@@ -126,8 +121,11 @@ class Helper:
 
         Raises HelperDiedError.
         """
+        assert self._streams is not None
+        reader, writer = self._streams
         try:
-            return await asyncio.wait_for(self._talk(data), patience)
+            writer.write(data)  # a process that stands still does not read either: nobody waits for `drain`
+            return await asyncio.wait_for(self._results.next(reader), patience)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
             code = await self._end()
             spent = code == -signal.SIGPROF  # by its own timer
@@ -138,13 +136,6 @@ class Helper:
             await self._end()
             raise
 
-    async def _talk(self, data: bytes) -> HelperResult:
-        assert self._streams is not None
-        reader, writer = self._streams
-        writer.write(data)
-        await writer.drain()
-        return await self._results.next(reader)
-
     async def _end(self) -> int | None:
         """End the process; returns its exit code, None if there is no process."""
         pid, streams = self._pid, self._streams
@@ -154,8 +145,7 @@ class Helper:
         return None if pid is None else await asyncio.shield(process.end(pid, 0.05))
 
 
-MAX_BYTES = 64 * 2**20  # of compiled grammars
-MAX_REFUSALS = 256
+MAX_BYTES = 64 * 2**20  # of compiled grammars, and of refusals that are remembered
 
 
 class Compiled(NamedTuple):
@@ -176,10 +166,13 @@ class Grammars:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
-        self._known: OrderedDict[str, bytes] = OrderedDict()
-        self._refused: OrderedDict[str, str] = OrderedDict()
-        self._coming: dict[str, asyncio.Task[bytes]] = {}  # by key: one task for all requests that wait for it
-        self.num_bytes = 0
+        # By key: one task for all requests that wait for it. A task that has ended holds the grammar or its refusal.
+        self._tasks: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+        self._sizes: dict[str, int] = {}  # of tasks that have ended
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
 
     async def compiled(self, source: GrammarSource) -> Compiled:
         """The compiled grammar of a source.
@@ -188,41 +181,35 @@ class Grammars:
         compiling was stopped from outside.
         """
         key = source.key
-        if (message := self._refused.get(key)) is not None:
-            raise bad_request(message, source.field)
-        data = self._known.get(key)
-        if data is None:
-            task = self._coming.get(key)
-            if task is None:
-                self._on_need()
-                task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
-                task.add_done_callback(lambda done: self._coming.pop(key))
-            try:
-                data = await asyncio.shield(task)  # goes on even if the request that began it is cancelled
-            except ApiError as error:
-                raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
-        else:
-            self._known.move_to_end(key)
-        return Compiled(key, data)
+        if key not in self._tasks:
+            self._on_need()
+            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
+            task.add_done_callback(lambda done: self._keep(key, done))
+        self._tasks.move_to_end(key)
+        try:
+            return Compiled(key, await asyncio.shield(self._tasks[key]))  # goes on even if this request is cancelled
+        except ApiError as error:
+            raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
 
     def __contains__(self, key: str) -> bool:
-        return key in self._known
+        return key in self._sizes
 
     async def _compile(self, source: GrammarSource, key: str) -> bytes:
         try:
             text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
         except HelperDiedError:  # perhaps because of the machine: a retry may succeed
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
-        except ApiError as error:
-            if error.status == 400:
-                self._refused[key] = error.message
-                if len(self._refused) > MAX_REFUSALS:
-                    self._refused.popitem(last=False)
-            raise
-        data = self._known[key] = frames.pack(frames.LoadGrammar(key, text))
-        self.num_bytes += len(data)
-        while self.num_bytes > self._max_bytes and len(self._known) > 1:
-            old, forgotten = self._known.popitem(last=False)
-            self.num_bytes -= len(forgotten)
+        return frames.pack(frames.LoadGrammar(key, text))
+
+    def _keep(self, key: str, task: asyncio.Task[bytes]) -> None:
+        """Keep what a task has made, or its refusal, and drop the oldest beyond the bound. Other errors may pass."""
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or (error is not None and getattr(error, "status", 0) != 400):
+            del self._tasks[key]
+            return
+        self._sizes[key] = len(task.result()) if error is None else len(str(error))
+        for old in [k for k in self._tasks if k in self._sizes and k != key]:
+            if self.num_bytes <= self._max_bytes:
+                break
+            del self._tasks[old], self._sizes[old]
             self._on_forget(old)
-        return data

@@ -52,19 +52,17 @@ async def away(large: bool, work: Callable[[], T], threads: ThreadPoolExecutor |
     return await asyncio.get_running_loop().run_in_executor(threads, work) if large else work()
 
 
-def parse_object(raw: bytes, name: str = "the body", unique: bool = True) -> dict[str, Any]:
+def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """Parse the JSON object of a request's body, or of a text in the body. `name`: what errors call it.
 
-    Numbers stay as `json.loads` reads them. `unique`: refuse a key that comes twice in an object. Raises ApiError 400
-    for anything else, 413 for a body beyond the limit.
+    Numbers stay as `json.loads` reads them. Raises ApiError 400 for anything else, also a key that comes twice in an
+    object, and 413 for a body beyond the limit.
     """
     if len(raw) > MAX_BODY:
         raise too_large()
     check_values(raw, f"{name} holds")
-    hook = _unique if unique else None
     try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, parse_float=_number, parse_constant=_number, parse_int=_whole, object_pairs_hook=hook)
+        value = _parse(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -138,6 +136,11 @@ def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise bad_request(f"a whole number has more than {MAX_DIGITS} digits", code="invalid_json")
     return int(digits)
+
+
+_parse = json.JSONDecoder(
+    parse_float=_number, parse_constant=_number, parse_int=_whole, object_pairs_hook=_unique
+).decode
 
 
 def _too_deep(name: str) -> ApiError:

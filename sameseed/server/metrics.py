@@ -42,8 +42,8 @@ _COUNTED_BY = (
 )
 
 
-class ServerMetrics:
-    """The metrics that the server counts itself, and a collector of the engine's counters."""
+class ServerMetrics(Collector):
+    """The metrics that the server counts itself, and those that it collects from the engine's counters."""
 
     def __init__(self, client: EngineClient, gate: Gate, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -80,8 +80,8 @@ class ServerMetrics:
             "choices": histogram("request_params_n", "answers that a request wants", _CHOICES),
         }
         self._cached = counter("prompt_tokens_cached", "tokens of prompts that the prefix cache had").labels(model_name)
-        self._model_name = model_name
-        self.registry.register(_EngineCounters(client, gate, model_name))
+        self._model_name, self._client, self._gate = model_name, client, gate
+        self.registry.register(self)
 
     def answered(self, visit: Visit, route: str, status: int) -> None:
         """Count a request that was answered, or whose client disconnected (499)."""
@@ -111,12 +111,8 @@ class ServerMetrics:
         for name, size in sizes.items():
             self.lengths[name].observe(size)
 
-
-class _EngineCounters(Collector):
-    def __init__(self, client: EngineClient, gate: Gate, model_name: str) -> None:
-        self._client, self._gate, self._labels = client, gate, [model_name]
-
     def collect(self) -> Iterator[Metric]:
+        """The engine's counters, as of its last heartbeat."""
         now, gauge, counter = self._client.stats, GaugeMetricFamily, CounterMetricFamily
         everything = [*self._client.past_stats, now]
         blocks = now.get("num_blocks", 0)
@@ -157,7 +153,7 @@ class _EngineCounters(Collector):
         labels = ["model_name", label] if label else ["model_name"]
         family = kind(PREFIX + name, text, labels=labels)
         for of, value in values.items() if isinstance(values, Mapping) else (("", values),):
-            family.add_metric([*self._labels, of][: len(labels)], value)
+            family.add_metric([self._model_name, of][: len(labels)], value)
         return family
 
     def _passes(self, everything: list[dict[str, Any]]) -> Metric:
@@ -168,5 +164,5 @@ class _EngineCounters(Collector):
         buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
         text = "tokens that a pass computed, drafted ones included"
         family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", text, labels=["model_name"])
-        family.add_metric(self._labels, buckets, sum(p["tokens"] for p in found))
+        family.add_metric([self._model_name], buckets, sum(p["tokens"] for p in found))
         return family

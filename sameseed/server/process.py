@@ -28,7 +28,7 @@ SERVERS_OWN = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, sig
 PLAIN_PREFIXES = ("LC_", "LD_", "OMP_", "OPENBLAS_", "MKL_", "COVERAGE_", "COV_CORE_")
 
 
-def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, socket.socket]:
+def spawn(program: Literal["worker", "aside"]) -> tuple[int, socket.socket]:
     """Start a worker or a helper; returns its process id and our end of the socket.
 
     A helper gets only the variables named above, a worker all but SECRETS. (multiprocessing's spawn passes on all.)
@@ -41,7 +41,7 @@ def spawn(program: Literal["worker", "aside"], *arguments: str) -> tuple[int, so
         root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         safe = ["-P"] if sys.version_info >= (3, 11) else []  # nothing is imported from the working directory
-        command = [sys.executable, *safe, "-m", f"sameseed.server.{program}", str(theirs.fileno()), *arguments]
+        command = [sys.executable, *safe, "-m", f"sameseed.server.{program}", str(theirs.fileno())]
         try:
             pid = os.posix_spawn(sys.executable, command, environment, setsigmask=SERVERS_OWN)
         except BaseException:
@@ -79,26 +79,22 @@ class Supervised:
 
     what, remedy = "the process", ""  # for messages: its name, and a hint after the exit code
 
-    def __init__(self, max_restarts: int, on_failure: Callable[[str], None], first_delay: float = FIRST_DELAY) -> None:
-        """`on_failure` gets the reason when the process is given up: after more than `max_restarts` deaths in a row, or
-        a first start that fails. `first_delay`: seconds before the first restart.
+    def __init__(self, max_restarts: int, first_delay: float) -> None:
+        """The process is given up after more than `max_restarts` deaths in a row, or a first start that fails.
+
+        `first_delay`: seconds before the first restart.
         """
         self.state = "loading"
         self.facts: dict[str, Any] = {}  # of the engine that runs
         self.num_restarts = 0
         self.pid: int | None = None
-        self._max_restarts, self._on_failure = max_restarts, on_failure
-        self._first_delay = first_delay
+        self.on_failure: Callable[[str], None] = lambda message: None  # gets the reason when it is given up
+        self._max_restarts, self._first_delay = max_restarts, first_delay
         self._ready = asyncio.Event()  # set once the process has been ready, or never will be
         self._ready_since = 0.0
         self._closing = asyncio.Event()
         self._message = ""  # if set: why a restart is useless
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """The fields of /health."""
-        return {"engine": self.state}
 
     def start(self) -> None:
         """Start the process, and keep one running from now on."""
@@ -169,7 +165,7 @@ class Supervised:
                 self.state = "failed"
                 self._ready.set()
                 log.error("no engine: %s", message)
-                self._on_failure(message)
+                self.on_failure(message)
                 return
             log.error("%s %s; starting it again in %.1f s", self.what, ended, delay)
             with contextlib.suppress(asyncio.TimeoutError):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from sameseed.server import limits, structured
 from sameseed.server.conversation import WHOLE, Fields, Items, Messages, NamedTool, Tool, plain
@@ -37,6 +36,7 @@ class Common(Fields):
     """Fields of every route that generates text."""
 
     usual: ClassVar[int | None] = None  # tokens of an answer without a limit; None: as many as fit
+    limited_by: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")  # the first that is given counts
 
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
@@ -74,7 +74,8 @@ class Common(Fields):
     @property
     def limit(self) -> int | None:
         """Most tokens of an answer, as asked for."""
-        raise NotImplementedError
+        given = (getattr(self, name) for name in self.limited_by)
+        return next((most for most in given if most is not None), None)
 
     @property
     def top(self) -> int | None:
@@ -162,22 +163,10 @@ class CompletionFields(Common):
         | Annotated[list[Annotated[Tokens, Field(min_length=1)]], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST), WHOLE] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = (
-        None  # takes precedence over max_tokens, as in chat
-    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST), WHOLE] | None = None
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
-        if self.max_completion_tokens is not None:
-            self.max_tokens = self.max_completion_tokens
-        return self
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
 
     @property
     def top(self) -> int | None:
@@ -222,10 +211,6 @@ class ChatFields(Common, Templated):
         return [t.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for t in wanted]
 
     @property
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None
 
@@ -257,6 +242,8 @@ class Reasoning(Fields):
 class ResponseFields(Common):
     """POST /v1/responses, stateless: `input` holds the whole conversation."""
 
+    limited_by: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
+
     input: str | Items
     n: Annotated[int, Field(ge=1, le=1), WHOLE] | None = None
     instructions: str | None = None
@@ -269,10 +256,6 @@ class ResponseFields(Common):
 
     def _formats(self) -> list[structured.GrammarSource]:
         return super()._formats() + structured.of_format(self.text.format if self.text else None, "text")
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_output_tokens
 
     def content(self) -> Render:
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -19,13 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 
 from sameseed.habits import REQUEST
 from sameseed.server import limits
-from sameseed.server.connection import Visit, visit_of
+from sameseed.server.connection import visit_of
 from sameseed.server.conversation import Fields
 from sameseed.server.errors import ApiError, bad_request, unavailable
+from sameseed.server.gate import Gate
 
 log = logging.getLogger("sameseed.server")
 INLINE = 2**16  # bytes: a larger body is parsed in a thread
-MAX_INSIDE = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
+MAX_ARRIVING = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
 
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
 _NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false is a request too
@@ -33,45 +34,39 @@ _NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # fal
 F = TypeVar("F", bound=Fields)
 
 
-class Intake:
-    """Reads bodies, up to a total size: the gate counts a body only after it has been read. One object per server."""
+@asynccontextmanager
+async def held(request: Request, gate: Gate) -> AsyncIterator[dict[str, Any]]:
+    """Yields the JSON object of a request's body. Its bytes (the visit's `size`) count until the context is left.
 
-    def __init__(self) -> None:
-        self.size_inside = 0
+    Raises ApiError: 400, 408, 413, 415, 503.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site can send other types without CORS
+        raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "send the body as it is, without 'Content-Encoding'")
+    visit, parts = visit_of(request), list[bytes]()
 
-    @asynccontextmanager
-    async def held(self, request: Request) -> AsyncIterator[dict[str, Any]]:
-        """Yields the JSON object of a request's body. Its bytes (the visit's `size`) count until the context is left.
-
-        Raises ApiError: 400, 408, 413, 415, 503.
-        """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another site can send other types without CORS
-            raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
-        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise ApiError(415, "send the body as it is, without 'Content-Encoding'")
-        visit, parts = visit_of(request), list[bytes]()
-        try:
-            try:
-                await asyncio.wait_for(self._collect(request, visit, parts), limits.BODY_TIMEOUT)
-            except asyncio.TimeoutError:
-                raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-
-            yield await limits.away(visit.size > INLINE, lambda: limits.parse_object(b"".join(parts)), None)
-        except ClientDisconnect:
-            raise ApiError(400, "the client left") from None
-        finally:
-            self.size_inside -= visit.size
-
-    async def _collect(self, request: Request, visit: Visit, parts: list[bytes]) -> None:
+    async def collect() -> None:
         async for part in request.stream():
             if visit.size + len(part) > limits.MAX_BODY:
                 raise limits.too_large()
-            if self.size_inside + len(part) > MAX_INSIDE:
+            if gate.size_arriving + len(part) > MAX_ARRIVING:
                 raise unavailable("too many large requests arrive at once; try again later", retry_after=1)
             parts.append(part)
             visit.size += len(part)
-            self.size_inside += len(part)
+            gate.size_arriving += len(part)
+
+    try:
+        try:
+            await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+        yield await limits.away(visit.size > INLINE, lambda: limits.parse_object(b"".join(parts)), None)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left") from None
+    finally:
+        gate.size_arriving -= visit.size
 
 
 def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:

@@ -265,7 +265,7 @@ class CompletionReply(Reply):
     @property
     def hidden(self) -> bool:
         """Is only the prompt wanted? The engine generates one token all the same."""
-        return bool(self.fields.max_tokens == 0)
+        return bool(self.fields.limit == 0)
 
     @property
     def num_output_tokens(self) -> int:

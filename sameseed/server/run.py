@@ -18,7 +18,7 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -40,15 +40,6 @@ LAST_WORDS = 2.0  # seconds to send error events after a drain has timed out
 EXIT_ENGINE = 1
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)  # SIGQUIT by default leaves a core file with users' texts
 PASSED_OVER = (signal.SIGUSR1, signal.SIGUSR2)  # log rotations send them to reopen log files
-OnFailure = Callable[[str], None]
-
-
-class Served(NamedTuple):
-    """The parts of a server."""
-
-    client: Supervised
-    app: ASGIApp
-    gate: Gate
 
 
 class _Server(uvicorn.Server):
@@ -70,25 +61,20 @@ def serve(model: str, settings: Mapping[str, Any], config: ServerConfig) -> int:
     0 after a requested stop, 1 after the engine has failed for good. Raises ConfigError if the address is taken, or if
     the engine was never ready, e.g. because of bad settings or a bad model.
     """
-
-    def own(on_failure: OnFailure) -> Served:
-        client = EngineClient(model, settings, on_failure=on_failure)
-        app, service = create_app(client, config)
-        return Served(client, app, service.gate)
-
-    return asyncio.run(Runner(own, config).run())
+    client = EngineClient(model, settings)
+    app, service = create_app(client, config)
+    return asyncio.run(Runner(client, app, service.gate, config).run())
 
 
 class Runner:
     """Runs a server until a stop is requested or the engine has failed for good."""
 
-    def __init__(self, make: Callable[[OnFailure], Served], config: ServerConfig) -> None:
-        """`make` builds the server's parts; its argument is the callback for an engine that has failed for good."""
-        self._config = config
+    def __init__(self, client: Supervised, app: ASGIApp, gate: Gate, config: ServerConfig) -> None:
+        self._config, self._client, self._gate = config, client, gate
         self._failure: str | None = None
         self._served = False
         self._drain: asyncio.Task[None] | None = None
-        self._client, app, self._gate = make(self._failed)
+        client.on_failure = self._failed
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -11,7 +11,9 @@ from typing import Any
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 
-TYPES = {"object", "array", "string", "integer", "number", "boolean", "null"}
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+KINDS |= {list: "array", dict: "object"}
+TYPES = set(KINDS.values())
 ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator"}
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
@@ -37,38 +39,32 @@ _TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforce
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
+def target(root: Any, reference: str) -> Any:
+    """What a reference like "#/$defs/Place" leads to in its document; None if there is nothing."""
+    for part in reference.split("/")[1:]:
+        root = root.get(part) if isinstance(root, dict) else None
+    return root
+
+
 def check(schema: Any, name: str) -> str:
     """Check a schema; returns it as text in the compiler's form. Raises ApiError 400 that names the keyword.
 
     `name`: the request field that holds the schema, which stays as it is.
     """
     if isinstance(schema, str):
-        _check_length(len(schema), name)
         try:
             schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
         except ApiError as error:  # name the field, not the body
             raise ApiError(error.status, error.message, param=name, code=error.code) from None
     if not isinstance(schema, dict):
         raise bad_request(f"{name}: a schema is a JSON object", name)
-    parts: list[str] = []
-    size = 0
-    try:
-        for part in _ENCODER.iterencode(schema):  # in parts: stops soon after the limit
-            parts.append(part)
-            size += len(part)
-            _check_length(size, name)
-    except RecursionError:
-        raise bad_request(f"{name}: the schema nests too deeply", name) from None
-    text = "".join(parts)
-    schema = json.loads(text)
+    text = _ENCODER.encode(schema)
+    if len(text) > limits.MAX_GRAMMAR:
+        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
+    schema = json.loads(text)  # a copy
     walk = _SchemaWalk(schema, name)
     walk.schema(schema, "schema", 0)
     return _ENCODER.encode(schema) if walk.changed else text
-
-
-def _check_length(size: int, name: str) -> None:
-    if size > limits.MAX_GRAMMAR:
-        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
 
 
 class _SchemaWalk:
@@ -143,9 +139,7 @@ class _SchemaWalk:
 
     def _found(self, reference: str) -> Any:
         """The schema that a reference leads to; None if that is not a schema."""
-        found: Any = self._root
-        for part in reference[2:].split("/") if len(reference) > 1 else ():
-            found = found.get(part) if isinstance(found, dict) else None
+        found = target(self._root, reference)
         return found if isinstance(found, dict) else None
 
     def _tell_apart(self, node: dict[str, Any]) -> None:
@@ -302,10 +296,6 @@ def _are_types(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)
 
 
-_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-_KINDS |= {list: "array", dict: "object"}
-
-
 def _typed(node: dict[str, Any], key: str) -> bool:
     """Whether the values of "enum" or "const" are of the schema's type."""
     values = node["enum"] if key == "enum" else [node["const"]]
@@ -313,4 +303,4 @@ def _typed(node: dict[str, Any], key: str) -> bool:
     if not _are_types(types) or not isinstance(values, list):
         return False
     wanted = {*types, *(("integer",) if "number" in types else ())}
-    return all(_KINDS[type(v)] in wanted for v in values)
+    return all(KINDS[type(v)] in wanted for v in values)

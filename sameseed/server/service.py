@@ -7,9 +7,9 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence as Seq
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
 from sameseed.errors import RequestError
@@ -36,7 +36,7 @@ from sameseed.server.protocol import (
     TokenizeChatFields,
     TokenizeFields,
 )
-from sameseed.server.reading import INLINE, F, Intake, read
+from sameseed.server.reading import INLINE, F, held, read
 from sameseed.server.reasoning import OF_CALLS, PARSERS, Thoughts
 from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.text import TextCodec
@@ -61,17 +61,14 @@ def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) ->
     given: dict[str, Any] = {
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "logit_bias": {int(key): value for key, value in bias.items()},
-        "stop": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-        "stop_token_ids": tuple(fields.stop_token_ids or ()),
-        "banned_token_ids": tuple(fields.banned_token_ids or ()),
-        "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         "ignore_eos": bool(fields.ignore_eos) and not bound,
         "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
         "skip_special_tokens": fields.skip_special_tokens is not False,
         "seed": None if fields.seed is None else fields.seed % 2**63,
     }
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    for name in ("top_p", "top_k", "min_p", *penalties, "n"):
+    tokens = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
+    for name in ("top_p", "top_k", "min_p", *penalties, "stop", *tokens, "n"):
         if getattr(fields, name) is not None:
             given[name] = getattr(fields, name)
     try:
@@ -113,7 +110,7 @@ def tenant(visit: Visit, salt: str | None) -> str:
 
 
 LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
-T = TypeVar("T")
+Arrived = Annotated[Visit, Depends(visit_of)]  # no part of the API
 
 
 class Service:
@@ -122,7 +119,6 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client, self.config = client, config
         self.gate = Gate(config.max_queue, len(config.keys))
-        self._intake = Intake()
         self.metrics = ServerMetrics(client, self.gate, config.model_name)
 
     async def fields(self, request: Request, *kinds: type[F]) -> F:
@@ -130,7 +126,7 @@ class Service:
 
         Raises ApiError.
         """
-        async with self._intake.held(request) as body:
+        async with held(request, self.gate) as body:
             kind = kinds[0 if body.get("messages") is None else -1]
             return await limits.away(visit_of(request).size > INLINE, lambda: read(kind, body))
 
@@ -149,22 +145,22 @@ class Service:
         self.gate.max_running = self.client.facts["max_num_seqs"]
         return text
 
-    async def completions(self, request: Request, fields: CompletionFields) -> Answer:
+    async def completions(self, visit: Arrived, fields: CompletionFields) -> Answer:
         """Answer POST /v1/completions."""
-        return await self._answer(request, fields, CompletionReply)
+        return await self._answer(visit, fields, CompletionReply)
 
-    async def chat(self, request: Request, fields: ChatFields) -> Answer:
+    async def chat(self, visit: Arrived, fields: ChatFields) -> Answer:
         """Answer POST /v1/chat/completions."""
         check_length(fields.max_tokens or 0, self.loaded(fields.model))
-        return await self._answer(request, fields, ChatReply)
+        return await self._answer(visit, fields, ChatReply)
 
-    async def responses(self, request: Request, fields: ResponseFields) -> Answer:
+    async def responses(self, visit: Arrived, fields: ResponseFields) -> Answer:
         """Answer POST /v1/responses."""
-        return await self._answer(request, fields, ResponseReply)
+        return await self._answer(visit, fields, ResponseReply)
 
-    async def _answer(self, request: Request, fields: Common, kind: type[Reply]) -> Answer:
+    async def _answer(self, visit: Visit, fields: Common, kind: type[Reply]) -> Answer:
         """Admit a request at the gate, then tokenize it, then submit it to the engine."""
-        text, visit, timeout = self.loaded(fields.model), visit_of(request), self.config.request_timeout
+        text, timeout = self.loaded(fields.model), self.config.request_timeout
         with self.gate.enter(visit.tenant, fields.num_seqs, visit.size) as ticket:
             try:
                 left = timeout - (time.monotonic() - visit.arrived)
@@ -190,10 +186,7 @@ class Service:
             fields.skip_special_tokens = False
         grammar = None if source is None else await self.client.grammars.compiled(source)
         keep = fields.keep(text.max_model_len)
-        if isinstance(content, Render):
-            prompts = [await text.chat(content, visit.size, fields.special, keep)]
-        else:
-            prompts = await text.prompts(content, fields.special, keep)
+        prompts = await text.prompts(content, fields.special, keep, visit.size)
         params = sampling(fields, text, text.max_model_len - max(map(len, prompts)), grammar is not None)
         echoed = prompts if keep is not None or isinstance(content, Render) else content
         own, facts = speculation(fields, self.config.max_draft_tokens), self.client.facts
@@ -224,15 +217,15 @@ class Service:
         )
         return reply, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
 
-    async def tokenize(self, request: Request, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
+    async def tokenize(self, visit: Arrived, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
         """Answer POST /tokenize."""
-        text, visit = self.loaded(fields.model), visit_of(request)
+        text = self.loaded(fields.model)
         with self.gate.enter(visit.tenant, 0, visit.size):
             if isinstance(fields, TokenizeFields):
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
-                asked = await limits.away(visit.size > INLINE, fields.content)
-                ids = await text.encode_chat(asked, visit.size, bool(fields.add_special_tokens))
+                content = await limits.away(visit.size > INLINE, fields.content)
+                ids = await text.encode(content, bool(fields.add_special_tokens), visit.size)
 
             def written() -> JSONResponse:
                 strings = {"token_strs": [text.name(i) for i in ids]} if fields.return_token_strs else {}
@@ -240,9 +233,8 @@ class Service:
 
             return await limits.away(visit.size > INLINE, written)
 
-    async def detokenize(self, request: Request, fields: DetokenizeFields) -> JSONResponse:
+    async def detokenize(self, visit: Arrived, fields: DetokenizeFields) -> JSONResponse:
         """Answer POST /detokenize."""
-        visit = visit_of(request)
         with self.gate.enter(visit.tenant, 0, visit.size):
             return JSONResponse({"prompt": (await self.loaded(fields.model).spelt([fields.tokens]))[0]})
 

@@ -44,14 +44,18 @@ class TextCodec:
         self._threads = ThreadPoolExecutor(2, "tokenizer")  # which works on for a request that has run out of time
 
     async def prompts(
-        self, prompts: Seq[str | Seq[int]], add_special_tokens: bool = True, keep: int | None = None
+        self, content: Seq[str | Seq[int]] | Render, special: bool = True, keep: int | None = None, size: int = 0
     ) -> list[list[int]]:
-        """Token ids of prompts, checked. Raises ApiError 400, also for over MAX_VALUES tokens in several prompts.
+        """Token ids of prompts or of a conversation, checked.
 
-        `keep`: keep only the last `keep` tokens of each. The total length of the prompts decides whether a thread
-        encodes them.
+        `special`: the tokenizer adds its special tokens; `keep`: keep only the last `keep` tokens of each; `size`:
+        bytes of the request. Raises ApiError 400, also for over MAX_VALUES tokens in several prompts.
         """
-        return await self.away(sum(map(len, prompts)), lambda: self._encoded(prompts, add_special_tokens, keep))
+        if isinstance(content, Render):
+            self._check_size(sum(len(str(m.get("content") or "")) for m in content.messages))
+            ids = await self.encode(content, special, size)
+            return [await self.away(len(ids), lambda: self._checked(ids, keep))]
+        return await self.away(sum(map(len, content)), lambda: self._encoded(content, special, keep))
 
     def _encoded(self, prompts: Seq[str | Seq[int]], special: bool, keep: int | None) -> list[list[int]]:
         made: list[list[int]] = []
@@ -69,24 +73,17 @@ class TextCodec:
                 )
         return made
 
-    async def chat(self, asked: Render, size: int = 0, special: bool = False, keep: int | None = None) -> list[int]:
-        """Token ids of a conversation, checked; if `keep` is given, the last `keep`. Raises ApiError 400.
-
-        `size`: bytes of the request; `special`: the tokenizer adds its own special tokens to the template's.
-        """
-        self._check_size(sum(len(str(m.get("content") or "")) for m in asked.messages))
-        ids = await self.encode_chat(asked, size, special)
-        return await self.away(len(ids), lambda: self._checked(ids, keep))
-
-    async def encode_chat(self, asked: Render, size: int = 0, special: bool = False) -> list[int]:
-        """Token ids of a conversation of any length. Templates are programs, so `render` runs them elsewhere."""
-        documents = "documents" in asked.options
-        template = self.tokenizer.template_for(bool(asked.tools), documents)
+    async def encode(self, content: str | Render, special: bool = False, size: int = 0) -> list[int]:
+        """Token ids of a text or a conversation of any length. Templates are programs, so `render` runs elsewhere."""
+        if isinstance(content, str):
+            return await self.away(len(content), lambda: self.tokenizer.encode(content, special))
+        documents = "documents" in content.options
+        template = self.tokenizer.template_for(bool(content.tools), documents)
         if template is None:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
         if documents and "documents" not in template:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
-        text = await self._render(asked, size)
+        text = await self._render(content, size)
         return await self.away(len(text), lambda: self.tokenizer.encode_chat(text, special))
 
     async def _render_here(self, asked: Render, size: int) -> str:
@@ -100,9 +97,6 @@ class TextCodec:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self.away(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def spelt(self, prompts: Seq[str | Seq[int]], skip_special_tokens: bool = False) -> list[str]:
         """Prompts as texts. Raises ApiError 400 for token ids outside the vocabulary."""

@@ -16,6 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+import msgspec
+
+from sameseed.server.schemas import KINDS, target
+
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
 GEMMA, QUOTE = "<|tool_call>", '<|"|>'  # what opens a call of Gemma 4, and what stands around its strings
 FENCES = {"```json": "```", "<tools>": "</tools>"}  # around calls of Qwen2.5-Coder, if nothing stands before
@@ -395,14 +399,10 @@ def _typed(text: str, schema: Any, root: Any) -> str:
         value = _loads(word)
         if isinstance(value, float) and value.is_integer() and "number" not in kinds:
             value, word = int(value), str(int(value))
-        kind = _TYPES[type(value)]
+        kind = KINDS[type(value)]
         if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
             return _text_of(value, word)
     return json.dumps(text, ensure_ascii=False)
-
-
-_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
-_TYPES[str] = "string"
 
 
 def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
@@ -412,13 +412,10 @@ def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
     said, reference = schema.get("type", []), schema.get("$ref")
     kinds = {kind for kind in [said, *_list(said)] if isinstance(kind, str)}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    kinds |= {_TYPES[type(value)] for value in values}
+    kinds |= {KINDS[type(value)] for value in values}
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(key))]
     if isinstance(reference, str):
-        found: Any = root
-        for name in reference.split("/")[1:]:
-            found = found.get(name) if isinstance(found, dict) else None
-        parts.append(found)
+        parts.append(target(root, reference))
     return kinds.union(*(_kinds(part, root, depth - 1) for part in parts))
 
 
@@ -495,8 +492,6 @@ def _refuse(text: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*')
-_COMMA = re.compile(r"\s*,?")
 
 
 def _loads(text: str) -> Any:
@@ -515,13 +510,8 @@ def _members(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
     whole, end = _DECODER.raw_decode(text, at)
     if not isinstance(whole, dict):
         raise ValueError("no object")
-    members: dict[str, tuple[Any, str]] = {}
-    at += 1
-    while (key := _KEY.match(text, at)) is not None:
-        name, (value, after) = json.loads(key[1]), _DECODER.raw_decode(text, key.end())
-        members[name], comma = (value, text[key.end() : after]), _COMMA.match(text, after)
-        at = comma.end() if comma else after
-    return members, end
+    raw = msgspec.json.decode(text[at:end], type=dict[str, msgspec.Raw])
+    return {name: (value, bytes(raw[name]).decode()) for name, value in whole.items()}, end
 
 
 def _call(members: dict[str, tuple[Any, str]], tools: Tools) -> Call:

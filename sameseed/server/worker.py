@@ -16,9 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import SameseedError, reason
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed")
 MakeGrammar = Callable[[], Grammar]
+Action = Callable[["Engine"], object]
 
 
 class GrammarStore:
@@ -95,7 +98,6 @@ BEAT = 0.25  # seconds between heartbeats
 LAST_STEP = 5.0  # seconds that the current step may still take after the socket has closed
 MAX_FAILURES = 3  # failed steps in a row after which the process gives up
 EXIT_SETTINGS, EXIT_FAILED = 2, 3
-Action = tuple[ToEngine, MakeGrammar | None]  # a frame, and what makes the grammar that its text must match
 
 
 class Worker:
@@ -115,47 +117,43 @@ class Worker:
 
     def run(self) -> int:
         """Load the model named by the first frame, then serve until the socket closes; returns the exit code."""
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        first = self._take()
-        if not first:
+        arriving = frames.Unpacker[ToEngine](ToEngine).each(self._socket.makefile("rb"))
+        load = None
+        with suppress(OSError):  # the server has ended
+            load = next(arriving, None)
+        if not isinstance(load, Load):
             return 0
-        load, _ = first[0]
-        assert isinstance(load, Load)
+        threading.Thread(target=self._read, args=(arriving,), name="reader", daemon=True).start()
         from sameseed.engine.build import build_engine
         from sameseed.engine.settings import make_config
 
         try:
             config = make_config(load.draft, **load.settings)
-            self.engine = build_engine(load.model, config)
-            model, spec = self.engine.runner.model.config, config.spec
+            self.engine = engine = build_engine(load.model, config)
+            model, spec = engine.runner.model.config, config.spec
             facts = frames.EngineReady(
-                tokenizer=self.engine.tokenizer.as_files() | {"now": self.engine.tokenizer.now.isoformat()},
+                tokenizer=engine.tokenizer.as_files() | {"now": engine.tokenizer.now.isoformat()},
                 vocab_size=model.vocab_size,
                 eos_token_ids=list(model.eos_token_ids),
-                max_model_len=self.engine.max_model_len,
+                max_model_len=engine.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 method=spec.method,
                 policy=spec.policy,
-                levels=list(self.engine.level_names),
+                levels=list(engine.level_names),
                 num_draft_tokens=spec.num_draft_tokens,
             )
             self.send(facts)
         except (SameseedError, OSError) as error:
             self.send(frames.Failed(str(error)))
             return EXIT_SETTINGS
-        return self._serve(first[1:])
+        return self._serve(engine)
 
-    def _serve(self, actions: list[Action]) -> int:
-        engine = self.engine
-        assert engine is not None
+    def _serve(self, engine: Engine) -> int:
         failures = 0
         while not self._closed:
-            for frame, make in actions:
-                if isinstance(frame, Add):
-                    self._add(engine, frame, make)
-                elif isinstance(frame, Abort):
-                    engine.abort(frame.id)
+            for action in self._take(wait=not engine.has_work):
+                action(engine)
             if engine.has_work:
                 try:
                     self._step_start = time.monotonic()
@@ -171,7 +169,6 @@ class Worker:
                 self._pass_tokens += engine.num_rows
                 self._give_out(deltas)
                 self._step_start = None
-            actions = self._take(wait=not engine.has_work)
         return 0
 
     def _give_out(self, deltas: list[Delta]) -> None:
@@ -237,7 +234,7 @@ class Worker:
         except OSError:
             self._close()
 
-    def _take(self, wait: bool = True) -> list[Action]:
+    def _take(self, wait: bool) -> list[Action]:
         """All actions in the inbox. With `wait`, wait for the first one. Empty if the socket is closed."""
         taken = [self._inbox.get()] if wait and not self._closed else []
         while not self._inbox.empty():
@@ -255,14 +252,15 @@ class Worker:
         self._closed = True
         self._inbox.put(None)
 
-    def _read(self) -> None:
-        unpacker: frames.Unpacker[ToEngine] = frames.Unpacker(ToEngine)
+    def _read(self, arriving: Iterator[ToEngine]) -> None:
         try:
-            for frame in unpacker.each(self._socket.makefile("rb")):
-                if isinstance(frame, Prepare | LoadGrammar | Forget):
+            for frame in arriving:
+                if isinstance(frame, Add):
+                    self._inbox.put(partial(self._add, frame=frame, make=self.grammars.maker(frame)))
+                elif isinstance(frame, Abort):
+                    self._inbox.put(methodcaller("abort", frame.id))
+                elif not isinstance(frame, Load):
                     self.grammars.take(frame)
-                else:
-                    self._inbox.put((frame, self.grammars.maker(frame) if isinstance(frame, Add) else None))
         except (OSError, frames.FrameError) as error:
             log.error("the server's frames cannot be read: %s", error)
         except Exception:  # e.g. no thread can be started; without a reader the process must end

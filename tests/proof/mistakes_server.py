@@ -11,7 +11,7 @@ from sameseed.server.text import TextCodec
 from sameseed.server.worker import Worker
 
 _TEMPERATURE = "1.0 if fields.temperature is None else fields.temperature"
-_ALLOWED = "None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)"
+_GIVEN = "given[name] = getattr(fields, name)"
 _KEPT = "self.text.append(piece.text)"
 _STOPPED = '"stop" if piece.completion.finish_reason == "stop" else "length"'
 
@@ -27,11 +27,11 @@ def _sampling(name: str, old: str, new: str) -> Mutant:
 SERVER_MISTAKES: tuple[Mutant, ...] = (
     _sampling("greedy unless a temperature is given", _TEMPERATURE, _TEMPERATURE.replace("1.0", "0.0")),
     _sampling("temperature 0 is none", _TEMPERATURE, "fields.temperature or 1.0"),
-    _sampling("the first stop string alone", "tuple(fields.stop or ())", "tuple(fields.stop or ())[:1]"),
-    _sampling("each letter of a stop string", "(fields.stop,) if", "tuple(fields.stop) if"),
-    _sampling("stop tokens are forgotten", "tuple(fields.stop_token_ids or ())", "()"),
-    _sampling("banned tokens are forgotten", "tuple(fields.banned_token_ids or ())", "()"),
-    _sampling("allowed tokens are forgotten", _ALLOWED, "None"),
+    _sampling("the first stop string alone", _GIVEN, f'{_GIVEN}[:1] if name == "stop" else getattr(fields, name)'),
+    _sampling("each letter of a stop string", _GIVEN, f'{_GIVEN} if name != "stop" else tuple(fields.stop)'),
+    _sampling("stop tokens are forgotten", '"stop_token_ids", ', ""),
+    _sampling("banned tokens are forgotten", '"banned_token_ids", ', ""),
+    _sampling("allowed tokens are forgotten", ', "allowed_token_ids"', ""),
     _sampling("end tokens always end", "bool(fields.ignore_eos) and not bound", "False"),
     _sampling("no least length", "min(fields.min_tokens or 0, max_tokens)", "0"),
     _sampling("a least length above the length", "min(fields.min_tokens or 0, max_tokens)", "fields.min_tokens or 0"),

@@ -53,28 +53,19 @@ class VerifyServerArgs:
     json: Annotated[bool, option()] = False  # the report to stdout instead of a table
 
 
-@dataclass(frozen=True)
-class TextDifference:
-    """A difference between two texts: index `at` of the first differing character, with the text around it."""
-
-    where: str
-    at: int
-    expected: str
-    found: str
-
-
 @dataclass
 class Evidence:
     """The evidence on one promise: `compared` texts with `tokens` tokens in total, of which `differing` differed.
 
-    `missing`: why the promise cannot be shown. `failed`: requests without an answer. `numbers`: counts by name.
+    `differences`: where texts differ, with the first differing character and the text around it. `missing`: why the
+    promise cannot be shown. `failed`: requests without an answer. `numbers`: counts by name.
     """
 
     compared: int = 0
     tokens: int = 0
     differing: int = 0
     failed: int = 0
-    differences: list[TextDifference] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: str = ""
@@ -97,7 +88,7 @@ class Evidence:
         """Count a difference, and keep the first MOST_SHOWN in detail."""
         self.differing += 1
         if len(self.differences) < MOST_SHOWN:
-            self.differences.append(TextDifference(where, at, expected, found))
+            self.differences.append({"where": where, "at": at, "expected": expected, "found": found})
 
     def count(self, name: str, number: float = 1) -> None:
         """Add to a named count in `numbers`."""

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class VllmClient(Supervised):
         beat_timeout: float = 60.0,
         load_timeout: float = 1800.0,
         max_restarts: int = 5,
-        on_failure: Callable[[str], None] = lambda message: None,
         first_delay: float = FIRST_DELAY,
     ) -> None:
         """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: what runs vLLM.
@@ -58,7 +57,7 @@ class VllmClient(Supervised):
         seconds. Raises ConfigError if there is no vLLM.
         """
         program = interpreter(python)
-        super().__init__(max_restarts, on_failure, first_delay)
+        super().__init__(max_restarts, first_delay)
         self.facts = dict(facts)
         self.link: Link | None = None
         self._command = [program, str(START)]
@@ -84,10 +83,10 @@ class VllmClient(Supervised):
 
     async def page(self, path: str) -> bytes:
         """A page of vLLM; empty while it has none to give."""
-        with contextlib.suppress(ApiError):
-            if self.link is not None and self.state == "ready":
-                return await self.link.get(path, PAGE)
-        return b""
+        if self.link is None or self.state != "ready":
+            return b""
+        status, page = await self.link.get(path, PAGE)
+        return page if status == 200 else b""
 
     def end_all(self, error: ApiError) -> None:
         """End every request with this error."""
@@ -129,8 +128,9 @@ class VllmClient(Supervised):
     async def _mind(self, pid: int, link: Link) -> int:
         """Watch the process until its end, and kill it if it is late or not well; returns its exit code."""
         heard = asked = started = time.monotonic()
-        question: asyncio.Task[bool | None] | None = None
+        question: asyncio.Task[tuple[int, bytes]] | None = None
         stop_at: float | None = None
+        said = 0  # the status of the last answer to /health
         while True:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -142,24 +142,24 @@ class VllmClient(Supervised):
                 os.kill(pid, signal.SIGTERM)
                 stop_at = now + CLOSING
             if question is not None and question.done():
-                well, question = question.result(), None
-                heard = now if well else heard
-                if well and self.state in ("loading", "down"):
-                    with contextlib.suppress(ApiError, ValueError, LookupError, TypeError):
-                        models = json.loads(await link.get("/v1/models"))
+                (status, _), question = question.result(), None
+                said = status or said
+                heard = now if status == 200 else heard
+                if status == 200 and self.state in ("loading", "down"):
+                    with contextlib.suppress(ValueError, LookupError, TypeError):
+                        models = json.loads((await link.get("/v1/models"))[1])
                         self.facts["max_model_len"] = models["data"][0]["max_model_len"]
-                        self.facts["version"] = json.loads(await link.get("/version"))["version"]
+                        self.facts["version"] = json.loads((await link.get("/version"))[1])["version"]
                     if self.state != "closed":
                         self._serves()
-                elif self.state == "ready" and (well is False or now - heard > self._beat_timeout):
+                elif self.state == "ready" and (status not in (0, 200) or now - heard > self._beat_timeout):
                     log.error("%s is not well; it is ended", self.what)
                     stop_at = now
             elif question is None and now - asked > (READY if self.state == "ready" else LOADING):
-                asked, question = now, asyncio.get_running_loop().create_task(link.healthy(PATIENCE))
+                asked, question = now, asyncio.create_task(link.get("/health", PATIENCE))
             if stop_at is None and self.state in ("loading", "down") and now - started > self._load_timeout:
                 late = "%s was not ready within %g s%s; it is ended (--load-timeout gives more)"
-                other = link.said not in (None, 503)
-                answered = f", and answered /health with {link.said}: is it vLLM?" if other else ""
+                answered = f", and answered /health with {said}: is it vLLM?" if said not in (0, 503) else ""
                 log.error(late, self.what, self._load_timeout, answered)
                 stop_at = now
             if stop_at is not None and now >= stop_at:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
@@ -18,15 +17,16 @@ if TYPE_CHECKING:
     from sameseed.cli.flags import ServeArgs
     from sameseed.cli.options import EngineChoice
     from sameseed.server.config import Keys, ServerConfig
-    from sameseed.server.run import OnFailure, Served
 
 log = logging.getLogger("sameseed.server")
 
 
 def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
-    """Serve with vLLM, with the same flags translated. Raises ConfigError, ModelLoadError for what vLLM cannot do."""
-    spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
+    """Serve with vLLM, with the same flags translated, until told to stop; returns the exit code.
 
+    Raises ConfigError, ModelLoadError for what vLLM cannot do.
+    """
+    spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
     spec = vllm.speculative_config(engine.settings, spread)
 
     def check(keys: Keys) -> None:
@@ -37,50 +37,25 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
             )
 
     config.keys.restrict(check)
-    facts: dict[str, object] = {
-        "max_num_seqs": engine.settings["max_num_seqs"],
-        "method": "none" if spec is None else spec["method"],
-    }
     detail, more = args.per_request_spec_decode_metrics, args.vllm_args
     arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more)
     installed = look(args.vllm_python)
-    facts["greedy_only"] = vllm.greedy_only(installed, spec)
     vllm.check(installed, arguments, spec, spread, args.batch_invariant)
-    return run(
-        arguments,
-        facts,
-        config,
-        python=args.vllm_python,
-        environment=environment(engine.settings, spread, args.batch_invariant),
-        notes=vllm.notes(installed, spec, args.batch_invariant),
-    )
-
-
-def run(
-    arguments: Seq[str],
-    facts: Mapping[str, Any],
-    config: ServerConfig,
-    *,
-    python: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    notes: Seq[str] = (),
-) -> int:
-    """Serve with vLLM as the engine until told to stop. For `arguments`, `facts` and `python` see `VllmClient`.
-
-    `environment`: further variables of its process. `notes`: warnings to the operator, for the log.
-    """
-    for note in notes:
+    facts = {
+        "max_num_seqs": engine.settings["max_num_seqs"],
+        "method": "none" if spec is None else spec["method"],
+        "greedy_only": vllm.greedy_only(installed, spec),
+    }
+    for note in vllm.notes(installed, spec, args.batch_invariant):
         log.warning(note)
     try:
-        from sameseed.server.run import Runner, Served
+        from sameseed.server.run import Runner
         from sameseed_vllm.client import VllmClient
         from sameseed_vllm.proxy import create_proxy
     except ImportError as error:
         raise ConfigError(f"--engine vllm needs {error.name}; install it: pip install 'sameseed[server]'") from None
 
-    def theirs(on_failure: OnFailure) -> Served:
-        more: dict[str, Any] = {"load_timeout": config.load_timeout, "on_failure": on_failure}
-        client = VllmClient(arguments, facts, python=python, environment=environment, **more)
-        return Served(client, *create_proxy(client, config))
-
-    return asyncio.run(Runner(theirs, config).run())
+    variables = environment(engine.settings, spread, args.batch_invariant)
+    python, timeout = args.vllm_python, config.load_timeout
+    client = VllmClient(arguments, facts, python=python, environment=variables, load_timeout=timeout)
+    return asyncio.run(Runner(client, *create_proxy(client, config), config).run())

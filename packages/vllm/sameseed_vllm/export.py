@@ -121,26 +121,19 @@ def _kind(spec: SpecConfig) -> str:
     return "head" if spec.method == "eagle" or (path.is_dir() and is_head(path)) else "model"
 
 
-def _parallel_note(spec: SpecConfig, engine: str, notes: list[str]) -> None:
-    """Note that a parallel draft, which drafts all tokens in one pass, runs as an ordinary draft model there."""
-    assert spec.model is not None
-    if spec.method == "parallel" or (not spec.model.endswith(GGUF) and is_parallel(Path(vllm.model_path(spec.model)))):
-        notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")
-
-
-def _options_note(chosen: Chosen, known: bool, notes: list[str]) -> None:
-    if chosen.draft_options and not known:
-        notes.append(f"--draft-options {json.dumps(dict(chosen.draft_options))} have no counterpart")
-
-
-def _table_note(chosen: Chosen, notes: list[str]) -> None:
-    """Note the table by batch size in words, for an engine without such a table."""
-    if chosen.by_batch:
+def _note_losses(chosen: Chosen, spec: SpecConfig, notes: list[str], engine: str = "") -> None:
+    """Note settings without a counterpart: drafts by batch size, a drafter's options, parallel drafting."""
+    if chosen.by_batch and spec.method != "none":
         rows = ", ".join(f"from {first}: {k or 'off'}" for first, k in chosen.by_batch)
         notes.append(
             f"draft tokens by sequences at once ({rows}) have no counterpart: one length for all loads; start a second "
             "server without a draft where it is off"
         )
+    if chosen.draft_options:
+        notes.append(f"--draft-options {json.dumps(dict(chosen.draft_options))} have no counterpart")
+    folder = spec.model if spec.model and not spec.model.endswith(GGUF) else None
+    if engine and (spec.method == "parallel" or (folder and is_parallel(Path(vllm.model_path(folder))))):
+        notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")
 
 
 def _vllm(tuned: Tuned) -> Exported:
@@ -152,8 +145,8 @@ def _vllm(tuned: Tuned) -> Exported:
     if chosen.max_num_seqs:
         settings["max_num_seqs"] = chosen.max_num_seqs
     known = spec.method in vllm.OPTIONS and set(chosen.draft_options or {}) <= vllm.OPTIONS[spec.method].keys()
-    _options_note(chosen, known, notes)
     settings |= {"draft_options": dict(chosen.draft_options)} if known and chosen.draft_options else {}
+    lost = dataclasses.replace(chosen, draft_options=None if known else chosen.draft_options)
     for name, value in (("format", chosen.format), ("kv_format", chosen.kv_format)):
         try:
             vllm.arguments(tuned.model.id, {name: value or "auto"}, vllm.Spread(), ("m",))
@@ -161,16 +154,14 @@ def _vllm(tuned: Tuned) -> Exported:
         except ConfigError as error:
             notes.append(f"--{name.replace('_', '-')} {value}: {error}")
     words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), (tuned.model.id,))
-    if chosen.by_batch and "--speculative-config" in words:
-        at = words.index("--speculative-config") + 1
-        if _kind(spec) in ("head", "model"):
-            table = [list(row) for row in chosen.ranges()]
-            table[-1][1] = max(table[-1][0], chosen.max_num_seqs or TABLE_END)
-            config = {**json.loads(words[at]), "num_speculative_tokens_per_batch_size": table}
-            words[at] = json.dumps(config, separators=(",", ":"))
-            notes += [STALLS] if any(k == 0 for *_, k in table) else []
-        else:
-            _table_note(chosen, notes)
+    if chosen.by_batch and "--speculative-config" in words and _kind(spec) in ("head", "model"):
+        at, table = words.index("--speculative-config") + 1, [list(row) for row in chosen.ranges()]
+        table[-1][1] = max(table[-1][0], chosen.max_num_seqs or TABLE_END)
+        config = {**json.loads(words[at]), "num_speculative_tokens_per_batch_size": table}
+        words[at] = json.dumps(config, separators=(",", ":"))
+        notes += [STALLS] if any(k == 0 for *_, k in table) else []
+        lost = dataclasses.replace(lost, by_batch=())
+    _note_losses(lost, spec, notes)
     return Exported(("vllm", "serve", *words), environment(settings), {}, tuple(notes))
 
 
@@ -179,23 +170,17 @@ def _most(chosen: Chosen) -> int:
     return max([chosen.num_draft_tokens or SpecConfig().num_draft_tokens, *(k for _, k in chosen.by_batch)])
 
 
-def _stored_note(chosen: Chosen, tuned: Tuned, notes: list[str]) -> list[str]:
-    """`--dtype` for SGLang, or a note that the checkpoint must be written in that format first."""
-    if chosen.format in FLOATS:
-        return ["--dtype", FLOATS[chosen.format]]
-    if chosen.format not in (None, "auto"):
-        notes.append(
-            f"--format {chosen.format}: weights are served as stored; write them first: sameseed quantize "
-            f"{tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
-        )
-    return []
-
-
 def _sglang(tuned: Tuned) -> Exported:
     chosen = tuned.chosen
     notes: list[str] = []
     words = ["python", "-m", "sglang.launch_server", "--model-path", vllm.model_path(tuned.model.id)]
-    words += _stored_note(chosen, tuned, notes)
+    if chosen.format in FLOATS:
+        words += ["--dtype", FLOATS[chosen.format]]
+    elif chosen.format not in (None, "auto"):
+        notes.append(
+            f"--format {chosen.format}: weights are served as stored; write them first: sameseed quantize "
+            f"{tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
+        )
     if chosen.kv_format in ("fp8", "fp8_e4m3", "fp8_e5m2", "bf16"):
         words += ["--kv-cache-dtype", vllm.KV_FORMATS[chosen.kv_format]]
     elif chosen.kv_format not in (None, "auto"):
@@ -210,10 +195,7 @@ def _sglang(tuned: Tuned) -> Exported:
         words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", path]
         words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(k + 1)]
-        _parallel_note(spec, "SGLang", notes)
-    if spec.method != "none":
-        _table_note(chosen, notes)
-    _options_note(chosen, False, notes)
+    _note_losses(chosen, spec, notes, "SGLang")
     words += ["--max-running-requests", str(chosen.max_num_seqs)] if chosen.max_num_seqs else []
     environment = {"OMP_NUM_THREADS": str(chosen.threads)} if chosen.threads else {}
     return Exported((*words, "--enable-metrics"), environment, {}, tuple(notes))
@@ -236,10 +218,8 @@ def _llama_cpp(tuned: Tuned) -> Exported:
         words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
         if spec.model is not None:
             words += ["-md", _gguf(spec.model, _draft_format(tuned, spec.model), notes)]
-            _parallel_note(spec, "llama.cpp", notes)
         words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]
-        _table_note(chosen, notes)
-    _options_note(chosen, False, notes)
+    _note_losses(chosen, spec, notes, "llama.cpp")
     words += ["-np", str(chosen.max_num_seqs)] if chosen.max_num_seqs else []
     if chosen.max_num_seqs and tuned.scope.context:
         words += ["-c", str(chosen.max_num_seqs * tuned.scope.context)]

@@ -19,7 +19,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.connection import visit_of
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import CONTENT_TYPE
-from sameseed.server.reading import INLINE, Intake
+from sameseed.server.reading import INLINE, held
 from sameseed_vllm.client import VllmClient
 from sameseed_vllm.passable import check, check_greedy, num_prompts
 from sameseed_vllm.relay import Relay
@@ -49,9 +49,8 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     registry, requests = own_metrics(client, gate)
     created = int(time.time())
     app = FastAPI(lifespan=client.living, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    intake = Intake()
     for path in PATHS:
-        app.add_api_route(path, _passing(client, config, gate, intake, path), methods=["POST"])
+        app.add_api_route(path, _passing(client, config, gate, path), methods=["POST"])
     add_state(app, client, gate)
 
     @app.get("/v1/models")
@@ -78,12 +77,12 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     return guarded(app, config, lambda visit, route, status: requests.labels(route, str(status)).inc()), gate
 
 
-def _passing(client: VllmClient, config: ServerConfig, gate: Gate, intake: Intake, path: str) -> Any:
+def _passing(client: VllmClient, config: ServerConfig, gate: Gate, path: str) -> Any:
     """A route that checks bodies and passes them on to vLLM's route of the same path."""
 
     async def route(request: Request) -> Relay:
         visit = visit_of(request)
-        async with intake.held(request) as body:
+        async with held(request, gate) as body:
             client.check_ready()
             large = visit.size > INLINE
             await limits.away(large, lambda: check(body))

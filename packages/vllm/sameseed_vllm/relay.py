@@ -17,7 +17,6 @@ from sameseed.server.errors import ApiError, clean, internal, unavailable
 from sameseed.server.gate import Ticket
 from sameseed.server.replies import DONE, event
 from sameseed_vllm.client import VllmClient
-from sameseed_vllm.link import read_some
 
 log = logging.getLogger("sameseed.server")
 MAX_EVENT = 64 * 2**20  # bytes: the log-probabilities of a long prompt are one event
@@ -43,13 +42,13 @@ class Relay(Answering):
         """Send the answer as it arrives. vLLM stops generating when the connection is closed."""
         async with self._client.post(self, self._path, self._body) as response:
             if response.status != 200:
-                raise told(response.status, await read_some(response))
-            kind = response.kind
+                raise told(response.status, await response.read())
+            kind = response.headers.get("content-type", "application/json")
             events = self._events = Events() if kind.startswith("text/event-stream") else None
             headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
             self._status = 200
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for chunk in response.chunks():
+            async for chunk in response.content.iter_any():
                 whole = chunk if events is None else events.feed(chunk)
                 if whole:
                     await send({"type": "http.response.body", "body": whole, "more_body": True})
@@ -60,9 +59,6 @@ class Relay(Answering):
 
     def _last(self, error: ApiError, request_id: str) -> bytes | None:  # events were sent whole, so another may follow
         return None if self._events is None else event(error.body(request_id)) + DONE
-
-    def _free(self) -> None:
-        """Nothing to do: the connection to vLLM ends with the work."""
 
 
 def told(status: int, raw: bytes) -> ApiError:

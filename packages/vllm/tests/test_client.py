@@ -19,16 +19,13 @@ async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.
     said: list[str] = []
     python = program(tmp_path / "python", "exec sleep 60")
 
-    async def well(link: Link, patience: float) -> bool:
-        return True
+    async def page(link: Link, path: str, patience: float = 0.0) -> tuple[int, bytes]:
+        return 200, b'{"data": null}'
 
-    async def page(link: Link, path: str) -> bytes:
-        return b'{"data": null}'
-
-    monkeypatch.setattr(Link, "healthy", well)
     monkeypatch.setattr(Link, "get", page)
     monkeypatch.setattr(vllm, "LOADING", 0.0)
-    client = VllmClient([], {}, python=str(python), max_restarts=2, on_failure=said.append, first_delay=0.01)
+    client = VllmClient([], {}, python=str(python), max_restarts=2, first_delay=0.01)
+    client.on_failure = said.append
     client.start()
     await asyncio.wait_for(client.wait_ready(), 20)
     python.unlink()

@@ -30,10 +30,10 @@ class Answered:
     status = 200
 
     def __init__(self, kind: str, chunks: list[bytes], end: str = "ends") -> None:
-        self.kind = kind
+        self.headers, self.content = {"content-type": kind}, self
         self._arrives, self._end = chunks, end
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def iter_any(self) -> AsyncIterator[bytes]:
         for chunk in self._arrives:
             yield chunk
             await asyncio.sleep(0)

@@ -24,7 +24,6 @@ from fixtures_server import Server, children, program, wait_until
 from fixtures_vllm import FAKE, KEY, Fronted, stream
 
 from sameseed.cli import main
-from sameseed_vllm import engine
 
 
 @pytest.fixture
@@ -143,7 +142,6 @@ def test_what_is_wrong_is_said_before_vllm_starts(
     """`installed`: what the interpreter reports about its vLLM; None: it has none."""
     python = program(tmp_path / "python", "echo null" if installed is None else f'exec {sys.executable} {FAKE} "$@"')
     monkeypatch.setenv("FAKE_VLLM_INSTALLED", json.dumps(installed))
-    monkeypatch.setattr(engine, "run", lambda *args, **kwargs: 0)
     assert main(["serve", "--port", "0", "--engine", "vllm", "--vllm-python", str(python), *flags]) == 2
     assert says in capsys.readouterr().err
 

@@ -61,7 +61,7 @@ async def test_long_texts_are_cut_up_elsewhere(pair, monkeypatch):
 
     beating = asyncio.create_task(beat())
     await text.encode("the sum of " * INLINE * 20, True)
-    await text.encode_chat(Render([{"role": "user", "content": "x" * INLINE}], [], {}))
+    await text.encode(Render([{"role": "user", "content": "x" * INLINE}], [], {}))
     await text.spelt([[5] * (INLINE + 1)])
     beating.cancel()
     assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3

@@ -84,7 +84,8 @@ async def read(stream):
 
 async def test_a_process_that_keeps_dying_is_given_up(start):
     said = []
-    client = start("dies", max_restarts=2, on_failure=said.append)
+    client = start("dies", max_restarts=2)
+    client.on_failure = said.append
     await asyncio.wait_for(client.wait_ready(), 20)
     error = await asyncio.wait_for(read(submit(client)), 20)
     assert error.status == 503 and error.retry_after

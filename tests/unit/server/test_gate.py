@@ -12,7 +12,7 @@ from sameseed.server import gate as gates
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.gate import Gate
-from sameseed.server.run import Runner, Served, greeting
+from sameseed.server.run import Runner, greeting
 
 KEYS = ("alpha-key-1", "beta-key-22")
 
@@ -162,7 +162,7 @@ async def test_keys_are_read_again(tmp_path, caplog):
     file.chmod(0o600)
     keys = Keys.read(file)
     client = None
-    made = Runner(lambda failed: Served(client, app, Gate(1)), ServerConfig(host="0.0.0.0", keys=keys))
+    made = Runner(client, app, Gate(1), ServerConfig(host="0.0.0.0", keys=keys))
 
     def two(keys):
         if len(keys) > 2:

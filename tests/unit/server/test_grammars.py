@@ -21,7 +21,7 @@ from sameseed.server import frames, schemas
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
-from sameseed.server.helper import MAX_REFUSALS, Grammars, Helper, HelperDiedError
+from sameseed.server.helper import Grammars, Helper, HelperDiedError
 from sameseed.server.protocol import ChatFields
 from sameseed.server.reading import read
 from sameseed.server.structured import GrammarSource
@@ -62,7 +62,7 @@ async def test_bounded_by_bytes():
 
 async def test_refusals_are_remembered_and_bounded():
     helper = Pretended()
-    grammars = Grammars(helper, lambda key: None)
+    grammars = Grammars(helper, lambda key: None, max_bytes=100)
     for name in ("tools", "structured_outputs.regex"):
         with pytest.raises(ApiError) as caught:
             await grammars.compiled(GrammarSource("regex", "bad", name))
@@ -73,11 +73,10 @@ async def test_refusals_are_remembered_and_bounded():
             await grammars.compiled(GrammarSource("regex", "late", "f"))
         assert caught.value.status == 503 and caught.value.retry_after
     assert helper.asked == ["bad", "late", "late"]
-    for i in range(MAX_REFUSALS + 5):
-        grammars._refused[str(i)] = "no"
-    with pytest.raises(ApiError):
-        await grammars.compiled(GrammarSource("json", "bad", "f"))
-    assert len(grammars._refused) <= MAX_REFUSALS + 6
+    for i in range(80):
+        with pytest.raises(ApiError):
+            await grammars.compiled(GrammarSource(f"kind {i}", "bad", "f"))
+    assert grammars.num_bytes <= 100
 
 
 async def test_who_asks_meanwhile_waits_for_the_same():
@@ -102,7 +101,7 @@ async def test_who_asks_meanwhile_waits_for_the_same():
     made = await asyncio.gather(*good, return_exceptions=True)
     assert isinstance(made[0], asyncio.CancelledError) and len(set(map(repr, made[1:]))) == 1
     assert [e.param for e in await asyncio.gather(*bad, return_exceptions=True)] == ["f0", "f1", "f2"]
-    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1].frame) and not grammars._coming
+    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1].frame) + len("bad")
 
 
 DIES = """

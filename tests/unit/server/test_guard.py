@@ -130,7 +130,7 @@ async def test_large_bodies_are_refused_before_they_are_read(open_):
 
 async def test_bodies_are_bounded_together(open_, monkeypatch):
     """Until a body is read completely, its size is unknown: many at once must not fill the memory."""
-    monkeypatch.setattr(reading, "MAX_INSIDE", 1000)
+    monkeypatch.setattr(reading, "MAX_ARRIVING", 1000)
     json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
     async def slow():

@@ -164,8 +164,8 @@ def test_neutral_values_and_unknown_fields_pass(caplog):
 
 def test_completions_know_both_names_of_the_limit():
     (kind, body), *_ = ROUTES
-    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": 5}).max_tokens == 5
-    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": None}).max_tokens == 9
+    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": 5}).limit == 5
+    assert read(kind, {**body, "max_tokens": 9, "max_completion_tokens": None}).limit == 9
     assert refusal(kind, {**body, "max_completion_tokens": 0}).param == "max_completion_tokens"
 
 

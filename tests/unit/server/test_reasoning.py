@@ -200,7 +200,7 @@ async def test_templates_get_what_the_request_says(text: TextCodec) -> None:
 
     async def written(**fields: Any) -> str:
         made = asked(**fields)
-        ids = await text.chat(made.content())
+        (ids,) = await text.prompts(made.content(), False)
         return text.tokenizer.decode(ids)
 
     assert await written() == "hi"

@@ -79,7 +79,7 @@ async def test_large_bodies_are_no_work_of_the_event_loop(served, monkeypatch):
     assert plain.status_code == 503 and threads["plain"] == {threading.get_ident()}, "a thread costs more than this"
     assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
     assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
-    assert service.gate.num_inside == service.gate.size_inside == service._intake.size_inside == 0
+    assert service.gate.num_inside == service.gate.size_inside == service.gate.size_arriving == 0
 
 
 async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(served, monkeypatch):

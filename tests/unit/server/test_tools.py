@@ -300,7 +300,7 @@ def text(pair: Pair) -> TextCodec:
 
 async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> None:
     fields = read(ChatFields, {"messages": MESSAGES, "tools": TOOLS})
-    ids = await text.chat(Render([m.plain() for m in fields.messages], fields.offered, {}))
+    (ids,) = await text.prompts(Render([m.plain() for m in fields.messages], fields.offered, {}), False)
     assert text.tokenizer.decode(ids) == (
         '<tool_call> {"name": "get", "parameters": {"type": "object"}}[user] weather?[assistant] get(Ulm)[tool] rain'
     )
