@@ -9,6 +9,7 @@ import pytest
 
 from sameseed.errors import ConfigError
 from sameseed.server import gate as gates
+from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.gate import Gate
@@ -161,8 +162,7 @@ async def test_keys_are_read_again(tmp_path, caplog):
     file.write_text("first-key\n")
     file.chmod(0o600)
     keys = Keys.read(file)
-    client = None
-    made = Runner(client, app, Gate(1), ServerConfig(host="0.0.0.0", keys=keys))
+    made = Runner(EngineClient("x", {}), app, Gate(1), ServerConfig(host="0.0.0.0", keys=keys))
 
     def two(keys):
         if len(keys) > 2:
