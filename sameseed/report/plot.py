@@ -161,17 +161,14 @@ def _finish(figure: Any, flat: Seq[Any], title: str, about: str) -> None:
     labels = [textwrap.fill(name, int(11 * width)) for name in handles]
     longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
     columns = max(1, min(4, int(width / (0.6 + 0.07 * longest))))
-    note, head = textwrap.fill(about, int(19 * width)), textwrap.fill(title, int(11 * width))
-    foot = 0.16 * (1 + note.count("\n")) * bool(about) / height
-    lines = sum(1 + label.count("\n") for label in labels) / columns + 1
-    below = 0.22 * lines / height if labels else 0.0
+    figure.tight_layout()
     if labels:
-        look = {"loc": "lower center", "bbox_to_anchor": (0.5, foot), "ncol": columns, "frameon": False, "fontsize": 8}
+        look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncol": columns, "frameon": False, "fontsize": 8}
         figure.legend(list(handles.values()), labels, **look)
-    if title:
-        figure.text(0.012, 1.0, head, va="bottom", weight="bold", fontsize=10)
-    figure.text(0.012, 0.05 / height, note, fontsize=6.5, color="0.35")
-    figure.tight_layout(rect=(0, below + foot, 1, 1))
+    rows = ceil(sum(1 + label.count("\n") for label in labels) / columns)
+    figure.text(0.012, 1.0, textwrap.fill(title, int(11 * width)), va="bottom", weight="bold", fontsize=10)
+    note = textwrap.fill(about, int(19 * width))
+    figure.text(0.012, -(0.2 + 0.2 * rows) / height, note, va="top", fontsize=6.5, color="0.35")
 
 
 def _with_spread(s: Series) -> list[tuple[tuple[Any, float], tuple[float, float]]]:
