@@ -36,7 +36,7 @@ from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
-from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
+from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, same_tokens, target_scheme
 from sameseed.models.mtp import find_block, load_mtp
 from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.qwen35 import Qwen35
@@ -96,7 +96,8 @@ def load_parts(
     max_len = config.max_model_len or shape.max_model_len
     if max_len > shape.max_model_len:
         raise ConfigError(f"max_model_len {max_len} is above the model's own {shape.max_model_len}; lower it")
-    level, tokenizer, models, (own, *others) = check_parts(folder, config)
+    level, models, (own, *others) = check_parts(folder, config)
+    tokenizer = load_tokenizer(folder)
     config = replace(config, spec=level.spec)
     if config.template_date is not None:
         tokenizer.now = datetime.fromisoformat(config.template_date)
@@ -151,10 +152,9 @@ def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
 
 
 class CheckedParts(NamedTuple):
-    """Drafting levels, tokenizer, draft models, and the memory demands of the target (first) and each draft model."""
+    """Drafting levels, draft models, and the memory demands of the target (first) and each draft model."""
 
     level: Level
-    tokenizer: Tokenizer
     models: list[_Model]
     demands: list[Demand]
 
@@ -166,13 +166,13 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     that do not fit.
     """
     quant = target_scheme(config.format, folder)
-    tokenizer = load_tokenizer(folder)
     level = resolve(config.spec)
     level.check()
     models = models_of(level, folder, quant, config.device)
     for m in models:
-        if m.cls.owns != "head" or (m.folder / "tokenizer.json").exists():
-            check_vocabulary(tokenizer, load_tokenizer(m.folder))
+        has_tokens = m.cls.owns != "head" or (m.folder / "tokenizer.json").exists()
+        if has_tokens and not same_tokens(folder, m.folder):
+            check_vocabulary(load_tokenizer(folder), load_tokenizer(m.folder))
         if m.cls.owns == "target" and read_config(m.target).state_shapes:
             raise ConfigError(
                 f"{config.spec.method}: low-bit weights that draft in their target's cache would overwrite the state "
@@ -183,7 +183,7 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
         head = head_demand(m.folder, m.quant, config, m.target) if m.cls.owns == "head" else None
         own = head or demand(m.folder, m.quant, config)
         demands.append(replace(own, block=0) if m.cls.owns == "target" else own)
-    return CheckedParts(level, tokenizer, models, demands)
+    return CheckedParts(level, models, demands)
 
 
 def assemble(parts: Loaded, runner: ModelRunner | None = None) -> Engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest
@@ -13,17 +12,16 @@ from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, family, parse_config, read_json
 from sameseed.models.decoder import Decoder
-from sameseed.models.gguf.config import read_gguf_config
-from sameseed.models.gguf.header import MAGIC
+from sameseed.models.gguf import config as gguf
+from sameseed.models.gguf.header import MAGIC, GGUFFile
+from sameseed.models.gguf.source import GGUFCheckpoint
+from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 from sameseed.models.layouts.base import say_once
 from sameseed.models.weights import Progress, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get
 from sameseed.special import end_tokens, special_tokens
 from sameseed.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.source import GGUFCheckpoint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 # Other layouts of the same weights would be downloaded twice. Of the folders, only that of templates begins so.
@@ -95,8 +93,6 @@ def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
     """The tensors of a folder or GGUF file from `resolve_model`: a context, and a `TensorSource` once checked."""
     if not path.is_file():
         return Checkpoint(path)
-    from sameseed.models.gguf.source import GGUFCheckpoint
-
     return GGUFCheckpoint(path)
 
 
@@ -123,11 +119,16 @@ def target_scheme(format: str, path: Path) -> QuantScheme:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a folder or a GGUF file. Raises ModelLoadError."""
-    if not path.is_file():
-        return Tokenizer.from_folder(path)
-    from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
+    return read_gguf_tokenizer(path) if path.is_file() else Tokenizer.from_folder(path)
 
-    return read_gguf_tokenizer(path)
+
+def same_tokens(one: Path, other: Path) -> bool:
+    """Do two GGUF files list the same tokens? This is known long before their tokenizers are made."""
+    if not (one.is_file() and other.is_file()):
+        return False
+    with closing(GGUFFile(one)) as mine, closing(GGUFFile(other)) as its:
+        tokens = mine.metadata.get("tokenizer.ggml.tokens")
+        return bool(tokens) and tokens == its.metadata.get("tokenizer.ggml.tokens")
 
 
 def load_model(
@@ -156,9 +157,6 @@ def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str
     """The end tokens of a folder or GGUF file, and its special tokens with a role: by id, with what names them."""
     if not folder.is_file():
         return end_tokens(folder, read_json(folder / "config.json")), special_tokens(folder)
-    from sameseed.models.gguf import config as gguf
-    from sameseed.models.gguf.header import GGUFFile
-
     with closing(GGUFFile(folder)) as file:
         return gguf.end_tokens(file), gguf.special_tokens(file)
 
@@ -166,6 +164,6 @@ def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str
 def read_config(folder: Path) -> ModelConfig:
     """`config.json` with all end tokens that the folder's files name, or a GGUF file's keys. Raises ModelLoadError."""
     if folder.is_file():
-        return read_gguf_config(folder)
+        return gguf.read_gguf_config(folder)
     raw = read_json(folder / "config.json")
     return parse_config(raw | {"eos_token_id": list(end_tokens(folder, raw))}, where=str(folder / "config.json"))
