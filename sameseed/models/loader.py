@@ -125,7 +125,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def same_tokens(one: Path, other: Path) -> bool:
     """Do two GGUF files list the same tokens? This is known long before their tokenizers are made."""
     if not (one.is_file() and other.is_file()):
-        return False
+        return one == other
     with closing(GGUFFile(one)) as mine, closing(GGUFFile(other)) as its:
         tokens = mine.metadata.get("tokenizer.ggml.tokens")
         return bool(tokens) and tokens == its.metadata.get("tokenizer.ggml.tokens")
