@@ -18,12 +18,12 @@ import torch
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.quality.likelihood import Scorer, log_likelihoods, split
+from sameseed.measure.quality.likelihood import log_likelihoods
 from sameseed.measure.quality.tasks import answer
 from sameseed.request import SamplingParams
 
 try:
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
@@ -43,7 +43,7 @@ IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens",
 
 
 @register_model("sameseed")
-class SameseedLM(LM):
+class SameseedLM(TemplateLM):
     """The harness's model interface over sameseed.
 
     `pretrained`: a loaded LLM, or a model name; then `settings` are keyword arguments of LLM. `batch_size` and
@@ -73,91 +73,74 @@ class SameseedLM(LM):
         """Name under which the harness caches the chat template."""
         return self.name.replace("/", "__")
 
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        """Empty: the harness only records the template; the tokenizer renders chats with its own."""
-        return ""
+    @property
+    def eot_token_id(self) -> int:
+        return self.llm.engine.runner.model.config.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: BOS, or the first EOS token of a model without BOS."""
+        bos = self.llm.engine.runner.model.config.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.llm.tokenizer.encode(string, add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as text, rendered with the model's chat template."""
         return self.llm.tokenizer.render_chat(chat_history, add_generation_prompt)
 
-    def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As the harness cuts them, but a last token that spans both belongs to the continuation."""
+        before, after = super()._encode_pair(context, continuation)
+        whole = [] if after or not continuation else self.tok_encode(context + continuation)
+        return (whole[:-1], whole[-1:]) if whole else (before, after)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation given its context, and whether greedy decoding would generate it."""
-        requests = list(requests)
-        pairs = [self._pair(*r.args) for r in requests]
-        scorer = Scorer(self.llm.engine)
-        self.num_cut += sum(len(before) + len(after) > scorer.max_len + 1 for before, after in pairs)
+        pairs = [(before or [self.prefix_token_id], after) for _, before, after in requests]
+        longest = self.llm.engine.max_model_len + 1
+        self.num_cut += sum(len(before) + len(after) > longest for before, after in pairs)
         # An empty continuation has probability 1 (log-likelihood 0) and always agrees with greedy decoding.
-        scores = iter(log_likelihoods(scorer, [pair for pair in pairs if pair[1]], self.report))
-        found = [next(scores) if pair[1] else (0.0, True) for pair in pairs]
-        return self._kept("loglikelihood", requests, found)
+        scores = iter(log_likelihoods(self.llm.engine, [pair for pair in pairs if pair[1]], self.report))
+        found = [next(scores) if after else (0.0, True) for _, after in pairs]
+        return self._kept("loglikelihood", [texts for texts, _, _ in requests], found)
 
     def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text after the BOS token, in windows as long as the model's context."""
-        requests = list(requests)
-        scorer = Scorer(self.llm.engine)
-        pairs: list[tuple[list[int], list[int]]] = []
-        counts = []
+        requests, pairs, counts = list(requests), list[tuple[list[int], list[int]]](), []
         for request in requests:
-            tokens = self.llm.tokenizer.encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self._prefix, scorer.max_len, 1)
-            its = [make_disjoint_window(window) for window in windows]
-            pairs += its
-            counts.append(len(its))
-        scores = iter(log_likelihoods(scorer, pairs))
+            tokens, length = self.tok_encode(request.args[0], False), self.llm.engine.max_model_len
+            windows = list(get_rolling_token_windows(tokens, self.prefix_token_id, length, 1))
+            pairs += map(make_disjoint_window, windows)
+            counts.append(len(windows))
+        scores = iter(log_likelihoods(self.llm.engine, pairs))
         found = [sum(next(scores)[0] for _ in range(count)) for count in counts]
-        return self._kept("loglikelihood_rolling", requests, found)
+        return self._kept("loglikelihood_rolling", [r.args for r in requests], found)
 
     def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each context, up to a stop string (which is not included)."""
         requests = list(requests)
         params = [_params(r.args[1]) for r in requests]
         prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
-        return self._kept("generate_until", requests, answer(self.llm, prompts, params, self.report))
-
-    @property
-    def _prefix(self) -> int:
-        """The token before a text without context: BOS, or the first EOS token of a model without BOS."""
-        config = self.llm.engine.runner.model.config
-        return config.bos_token_id if config.bos_token_id is not None else config.eos_token_ids[0]
-
-    def _encode(self, text: str) -> list[int]:
-        """The text's tokens; where a chat template and the tokenizer both wrote BOS, one of the two is dropped."""
-        tokens = self.llm.tokenizer.encode(text)
-        twice = len(tokens) > 1 and tokens[0] == tokens[1] == self.llm.engine.runner.model.config.bos_token_id
-        return tokens[1:] if twice else tokens
-
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        if not continuation:
-            return [self._prefix], []
-        if not context:
-            tokens = self.llm.tokenizer.encode(continuation, add_special_tokens=False)
-            return [self._prefix], tokens
-        # Move trailing blanks from the context to the continuation: tokenizers encode a blank with the word after it.
-        blanks = len(context) - len(context.rstrip())
-        if blanks:
-            context, continuation = context[:-blanks], context[-blanks:] + continuation
-        if not context:
-            return [self._prefix], self.llm.tokenizer.encode(continuation, add_special_tokens=False)
-        before, after = split(self.llm.tokenizer, context, continuation)
-        bos = self.llm.engine.runner.model.config.bos_token_id
-        return (before[1:] if len(before) > 1 and before[0] == before[1] == bos else before), after
+        found = answer(self.llm, prompts, params, self.report)
+        return self._kept("generate_until", [r.args for r in requests], found)
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
         """The context's tokens; if they leave too little room for the answer, only the last ones.
 
         At most half of the model's context is reserved for the answer.
         """
-        tokens = self._encode(context) if context else [self._prefix]
+        tokens = self.llm.tokenizer.encode(context) if context else [self.prefix_token_id]
         longest = self.llm.engine.max_model_len
         room = max(1, longest - min(max_tokens, longest // 2))
         self.num_cut += len(tokens) > room
         return tokens[-room:]
 
-    def _kept(self, kind: str, requests: Seq[Any], found: list[Any]) -> list[Any]:
+    def _kept(self, kind: str, arguments: Seq[Any], found: list[Any]) -> list[Any]:
         """Add the results to the harness's cache, and return them."""
-        for request, result in zip(requests, found, strict=True):
-            self.cache_hook.add_partial(kind, request.args, result)
+        for each, result in zip(arguments, found, strict=True):
+            self.cache_hook.add_partial(kind, each, result)
         return found
 
 

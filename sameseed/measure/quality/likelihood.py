@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens, computed by the engine's own passes with its kernels, weights and KV cache.
+"""Logits before given tokens, and their log-likelihoods, by the engine's own kernels, weights and KV cache.
 
 Rows run through the paged cache in bounded passes, so keys and values are read back in the cache's format. Logits are
 computed only for the rows that need them, so the float32 [R, V] table stays below a fixed size for any vocabulary.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,208 +17,116 @@ from torch import Tensor
 from sameseed.batch import Rows, build_batch
 from sameseed.engine.engine import Engine
 from sameseed.errors import RequestError
+from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
-from sameseed.tokenizer import Tokenizer
 
 LOGIT_BYTES = 64 << 20  # largest logits table of one pass
+Text = tuple[Seq[int], int]  # tokens, and the index (at least 1) of the first one to score
+Part = tuple[int, Tensor, Tensor]  # index of a text, its next scored tokens int64 [n], the logits [n, V] before them
 
 
-@dataclass(frozen=True)
-class TextToScore:
-    """A token sequence to score: each token from index `start` (at least 1) on, given all tokens before it.
+def forced(
+    runner: ModelRunner, texts: Iterable[Text], max_len: int, max_rows: int, logit_bytes: int = LOGIT_BYTES
+) -> Iterator[Part]:
+    """The logits before each scored token, text by text; those of a long text come in several parts.
 
-    `others`: alternatives to the last token. They are scored at its position too, without another pass.
+    `runner` must be idle; the cache blocks used are free again afterwards. `texts` is consumed lazily. Raises
+    RequestError for a text longer than the context, a token outside the vocabulary, or nothing to score.
     """
+    width, running = runner.model.config.vocab_size, deque[tuple[int, Sequence, int]]()
+    max_logits = max(1, logit_bytes // (4 * width))
 
-    tokens: Seq[int]
-    start: int
-    others: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Scored:
-    """For each scored token: negative log-likelihood `nll` (float32, nats), and `greedy`, whether it is the argmax.
-
-    `other_nll` (float32) and `other_greedy`: the same for the text's `others`.
-    """
-
-    nll: Tensor
-    greedy: Tensor
-    other_nll: Tensor
-    other_greedy: Tensor
-
-
-@dataclass
-class _Job:
-    """One sequence in progress. Row i >= `first` scores token i+1."""
-
-    index: int
-    seq: Sequence
-    first: int
-    others: tuple[int, ...]
-    nll: list[Tensor] = field(default_factory=lambda: [torch.zeros(0)])
-    greedy: list[Tensor] = field(default_factory=lambda: [torch.zeros(0, dtype=torch.bool)])
-    other_nll: Tensor = field(default_factory=lambda: torch.zeros(0))
-    other_greedy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-
-    @property
-    def left(self) -> int:
-        """Number of rows that have not run yet. The last token needs no row, since no token follows it."""
-        return len(self.seq) - 1 - self.seq.num_cached
-
-    def wanted(self, start: int, stop: int) -> range:
-        """The rows in start..stop-1 whose logits are needed."""
-        return range(max(start, self.first), stop)
-
-
-class Scorer:
-    """Scores tokens on an engine that is not decoding at the same time; the cache blocks it used are released."""
-
-    def __init__(self, engine: Engine, logit_bytes: int = LOGIT_BYTES) -> None:
-        self.runner = engine.runner
-        self.max_len = engine.max_model_len
-        self.max_rows = engine.scheduler.max_num_rows
-        self.max_logits = max(1, logit_bytes // (4 * self.runner.model.config.vocab_size))
-
-    def score(self, texts: Iterable[TextToScore]) -> Iterator[Scored]:
-        """The scores of each text, in order. `texts` is consumed lazily.
-
-        Raises RequestError for a text longer than the context, a token outside the vocabulary, or a bad `start`.
-        """
-        waiting = enumerate(texts)
-        running: deque[_Job] = deque()
-        done: dict[int, _Job] = {}
-        given = 0
-        exhausted = False
-        try:
-            while running or not exhausted:
-                exhausted = self._admit(waiting, running) if not exhausted else True
-                if running:
-                    self._run(running, done)
-                while given in done:
-                    job = done.pop(given)
-                    yield Scored(torch.cat(job.nll), torch.cat(job.greedy), job.other_nll, job.other_greedy)
-                    given += 1
-        finally:
-            for job in running:
-                self.runner.blocks.release(job.seq)
-
-    def _admit(self, waiting: Iterator[tuple[int, TextToScore]], running: deque[_Job]) -> bool:
-        """Move texts from `waiting` to `running` until a pass is full. True if `waiting` is exhausted."""
-        width = self.runner.model.config.vocab_size
-        while sum(job.left for job in running) < self.max_rows:
-            following = next(waiting, None)
-            if following is None:
-                return True
-            index, text = following
-            if len(text.tokens) > self.max_len + 1:  # the last token is scored by the row before it
-                raise RequestError(f"a text of {len(text.tokens)} tokens does not fit the context of {self.max_len}")
-            known = all(0 <= t < width for t in (*text.tokens, *text.others))
-            if not known or not 1 <= text.start <= len(text.tokens):
+    def arriving() -> Iterator[tuple[int, Sequence, int]]:
+        for index, (tokens, start) in enumerate(texts):
+            if len(tokens) > max_len + 1:  # the last token is scored by the row before it
+                raise RequestError(f"a text of {len(tokens)} tokens does not fit the context of {max_len}")
+            if not 1 <= start < len(tokens) or not all(0 <= t < width for t in tokens):
                 raise RequestError("tokens to score must follow at least one, and be of the model's vocabulary")
-            seq = Sequence(-1 - index, text.tokens, SamplingParams(), 0)
-            running.append(_Job(index, seq, text.start - 1, text.others))
-        return False
+            running.append((index, Sequence(-1 - index, tokens, SamplingParams(), 0), start))
+            yield running[-1]
 
-    def _run(self, running: deque[_Job], done: dict[int, _Job]) -> None:
-        """Run one pass over rows of the first jobs, within the limits of rows, logits and cache blocks."""
-        rows, spans, left, logits = [], [], self.max_rows, self.max_logits
-        for job in running:
-            start = job.seq.num_cached
-            stop = start + min(job.left, left)
-            stop = min(stop, max(start, job.first) + logits) if stop > job.first else stop
-            if (stop <= start and job.left) or not self.runner.blocks.reserve(job.seq, max(stop, 1)):
-                break
-            left -= stop - start
-            logits -= len(job.wanted(start, stop))
-            spans.append((job, start, stop))
-            if stop > start:
-                rows.append(Rows(job.seq.token_ids[start:stop], start, [], [], job.seq.blocks, False))
-            if stop < len(job.seq) - 1:
-                break  # only a part of this job fit: the pass is full
-        assert spans, "one sequence always fits: the cache holds the longest"
-        if rows:
-            self._pass(rows, [span for span in spans if span[2] > span[1]])
-        for job, _, _ in spans:
-            if not job.left:
-                self.runner.blocks.release(job.seq)
-                running.popleft()
-                done[job.index] = job
-
-    def _pass(self, rows: list[Rows], spans: list[tuple[_Job, int, int]]) -> None:
-        """Run the rows, and keep for each wanted row the score of the token after it."""
-        wanted: list[int] = []
-        targets: list[int] = []
-        offset = 0
-        for job, start, stop in spans:
-            its = job.wanted(start, stop)
-            wanted += [offset + i - start for i in its]
-            targets += [job.seq.token_ids[i + 1] for i in its]
-            offset += stop - start
-        device = self.runner.model.device
-        batch = build_batch(rows, self.runner.cache.block_size, device)
-        # A pass computes at least one row of logits; if no row is wanted, the last row's logits are discarded.
-        ask = torch.tensor(wanted or [offset - 1], dtype=torch.int32, device=device)
-        logits, _ = self.runner.model.forward(replace(batch, logit_rows=ask), self.runner.cache)  # [R, V]
-        for job, _, stop in spans:
-            job.seq.num_cached = stop
-        if not wanted:
-            return
-        index = torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None]
-        whole, best = logits.logsumexp(dim=-1), logits.argmax(dim=-1)  # [R]
-        nll = (whole - logits.gather(1, index)[:, 0]).cpu()
-        greedy = (best == index[:, 0]).cpu()
-        at = 0
-        for job, start, stop in spans:
-            count = len(job.wanted(start, stop))
-            job.nll.append(nll[at : at + count])
-            job.greedy.append(greedy[at : at + count])
-            at += count
-            if job.others and not job.left:
-                others = torch.tensor(job.others, device=logits.device)
-                job.other_nll = (whole[at - 1] - logits[at - 1, others]).cpu()
-                job.other_greedy = (best[at - 1] == others).cpu()
+    fresh = arriving()
+    try:
+        while parts := _next_pass(runner, chain(tuple(running), fresh), max_rows, max_logits):
+            logits, at = _run(runner, parts), 0  # [R, V]
+            for index, seq, scored in parts:
+                if scored.stop == len(seq) - 1:
+                    runner.blocks.release(seq)
+                    running.popleft()
+                if scored:
+                    tokens = torch.tensor(seq.token_ids[scored.start + 1 : scored.stop + 1], device=logits.device)
+                    yield index, tokens, logits[at : at + len(scored)]
+                at += len(scored)
+        assert not running, "one sequence always fits: the cache holds the longest"
+    finally:
+        for _, seq, _ in running:
+            runner.blocks.release(seq)
 
 
-def split(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Encode context and continuation as one text, and cut the tokens at the first one that the continuation changes.
+def _next_pass(
+    runner: ModelRunner, jobs: Iterable[tuple[int, Sequence, int]], max_rows: int, max_logits: int
+) -> list[tuple[int, Sequence, range]]:
+    """The first jobs' next rows within the limits of rows, logits and cache blocks; the range has those with logits."""
+    parts: list[tuple[int, Sequence, range]] = []
+    for index, seq, start in jobs:
+        first = max(seq.num_cached, start - 1)
+        stop = min(len(seq) - 1, seq.num_cached + max_rows, first + max_logits)
+        if stop <= seq.num_cached or not runner.blocks.reserve(seq, stop):
+            break
+        max_rows, max_logits = max_rows - (stop - seq.num_cached), max_logits - max(0, stop - first)
+        parts.append((index, seq, range(min(first, stop), stop)))
+        if stop < len(seq) - 1:
+            break  # only a part of this job fit: the pass is full
+    return parts
 
-    Encoding both separately may give tokens that the model never sees together. A token that spans both belongs to the
-    continuation. The context part keeps at least one token if the text has two.
-    """
-    whole, before = tokenizer.encode(context + continuation), tokenizer.encode(context)
-    same = next((i for i, (a, b) in enumerate(zip(whole, before)) if a != b), min(len(whole), len(before)))
-    cut = min(max(same, 1), max(len(whole) - 1, 0))
-    return whole[:cut], whole[cut:]
+
+def _run(runner: ModelRunner, parts: Seq[tuple[int, Sequence, range]]) -> Tensor:
+    """Run the rows up to the end of each range, and return the logits of the rows in the ranges."""
+    rows, wanted, at, device = list[Rows](), list[int](), 0, runner.model.device
+    for _, seq, scored in parts:
+        first, stop = seq.num_cached, scored.stop
+        state = (seq.slot, seq.num_settled, stop) if runner.cache.states is not None else None
+        rows.append(Rows(seq.token_ids[first:stop], first, [], [], seq.blocks, False, state=state))
+        wanted += [at + i - first for i in scored]
+        at += stop - first
+    if runner.cache.states is not None:
+        runner.cache.states.copy(runner.blocks.kept.copies)
+    # A pass computes at least one row of logits; if no row is wanted, the last row's logits are discarded.
+    ask = torch.tensor(wanted or [at - 1], dtype=torch.int32, device=device)
+    batch = build_batch(rows, runner.cache.block_size, device)
+    logits, _ = runner.model.forward(replace(batch, logit_rows=ask), runner.cache)
+    for _, seq, scored in parts:
+        seq.num_cached = seq.num_settled = scored.stop
+    return logits
 
 
 def log_likelihoods(
-    scorer: Scorer, pairs: Seq[tuple[Seq[int], Seq[int]]], report: Callable[[int, int], None] = lambda done, total: None
+    engine: Engine, pairs: Seq[tuple[Seq[int], Seq[int]]], report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation given its context, and whether greedy decoding would generate it.
 
-    Adjacent pairs with the same context and single-token continuations form a group and share its passes. A context
-    too long for the model is cut at its beginning. Raises RequestError for an empty context or continuation, or a
-    continuation that does not fit. `report(done, total)` counts groups.
+    Adjacent pairs with the same context and single-token continuations share its passes. A context too long for the
+    model is cut at its beginning. Raises RequestError for an empty context or continuation, or a continuation that does
+    not fit. `report(done, total)` counts contexts.
     """
-    groups: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+    texts, lasts, max_len = list[Text](), list[list[int]](), engine.max_model_len
     for context, continuation in pairs:
-        if not context or not continuation or len(continuation) > scorer.max_len:
+        if not context or not continuation or len(continuation) > max_len:
             raise RequestError("a continuation is scored after at least one token, and both must fit the context")
-        pair = tuple(context)[-(scorer.max_len + 1 - len(continuation)) :], tuple(continuation)
-        joins = groups and len(pair[1]) == 1 == len(groups[-1][0][1]) and groups[-1][0][0] == pair[0]
-        groups[-1].append(pair) if joins else groups.append([pair])
-    texts = (
-        TextToScore(
-            (*group[0][0], *group[0][1]), len(group[0][0]), tuple(its[0] for _, its in group) if len(group) > 1 else ()
-        )
-        for group in groups
-    )
-    found: list[tuple[float, bool]] = []
-    for done, (group, scored) in enumerate(zip(groups, scorer.score(texts), strict=True), 1):
-        if len(group) > 1:
-            found += zip((-scored.other_nll).tolist(), scored.other_greedy.tolist(), strict=True)
+        tokens = (*context[-(max_len + 1 - len(continuation)) :], *continuation)
+        text = tokens, len(tokens) - len(continuation)
+        if len(continuation) == 1 and texts and texts[-1][1] == text[1] and texts[-1][0][:-1] == tokens[:-1]:
+            lasts[-1].append(tokens[-1])
         else:
-            found.append((-float(scored.nll.double().sum()), bool(scored.greedy.all())))
-        report(done, len(groups))
-    return found
+            texts.append(text)
+            lasts.append([tokens[-1]])
+    found = [[(0.0, True)] for _ in texts]
+    for index, tokens_, logits in forced(engine.runner, texts, max_len, engine.scheduler.max_num_rows):
+        scores, best = logits.log_softmax(-1), logits.argmax(-1)
+        if len(lasts[index]) > 1:
+            found[index] = [(float(scores[-1, t]), int(best[-1]) == t) for t in lasts[index]]
+        else:
+            (total, greedy), each = found[index][0], scores.gather(1, tokens_[:, None]).double()
+            found[index] = [(total + float(each.sum()), greedy and bool((best == tokens_).all()))]
+        report(index + 1, len(texts))
+    return list(chain.from_iterable(found))

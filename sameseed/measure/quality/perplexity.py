@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.nn.functional import cross_entropy
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
-from sameseed.measure.quality.likelihood import Scorer, TextToScore
+from sameseed.measure.quality.likelihood import forced
 
 WINDOW, STRIDE = 2048, 512
 
@@ -99,9 +100,10 @@ def perplexity(
     window = min(window, llm.engine.max_model_len)
     stride = min(stride, window - 1)  # the first token of a window has no context, so an earlier window must score it
     found: list[np.ndarray] = []
-    texts = (TextToScore(tokens[a:b], first - a) for a, b, first in windows(len(tokens), window, stride))
-    for scored in Scorer(llm.engine).score(texts):
-        found.append(scored.nll.numpy())
+    texts = ((tokens[a:b], first - a) for a, b, first in windows(len(tokens), window, stride))
+    rows = llm.engine.scheduler.max_num_rows
+    for _, targets, logits in forced(llm.engine.runner, texts, llm.engine.max_model_len, rows):
+        found.append(cross_entropy(logits, targets, reduction="none").cpu().numpy())
         report(sum(map(len, found)), len(tokens) - 1)
     digest = hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:12]
     read = text if whole else llm.tokenizer.decode(tokens)

@@ -6,16 +6,16 @@ its text depends on the drafter. With coupled sampling the text does not (docs/c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from sameseed.batch import MAX_NODES
+from sameseed.measure.quality.likelihood import forced
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import choose, survivors
 
 
@@ -32,39 +32,25 @@ class Price:
 
 
 def price(
-    target: ModelRunner, draft: ModelRunner, texts: Iterable[tuple[Seq[int], Seq[int], SamplingParams]]
+    target: ModelRunner, draft: ModelRunner, texts: Seq[tuple[Seq[int], Seq[int], SamplingParams]]
 ) -> Price | None:
     """Compare target and draft at every position of `texts`: (prompt, the target's text, sampling parameters) each.
 
     Both runners must be idle; their cache blocks are free again afterwards. None if there are no positions.
     """
     alike, overlap = list[bool](), list[float]()
-    for prompt, text, params in texts:
-        rows = zip(_logits(target, prompt, text, params), _logits(draft, prompt, text, params), strict=True)
+    for prompt, text, params in (job for job in texts if job[1]):
+        whole = (*prompt, *text)
+        its, mine = (
+            torch.cat([logits.cpu() for *_, logits in forced(runner, [(whole, len(prompt))], len(whole), len(whole))])
+            for runner in (target, draft)
+        )
         seq = Sequence(-1, list(prompt), params, params.seed or 0)
-        for place, (its, mine) in enumerate(rows):
+        for place, (p, q) in enumerate(zip(its.numpy(), mine.numpy(), strict=True)):
             path = text[:place]
-            alike.append(choose(its, seq, path, ()) == choose(mine, seq, path, ()))
-            overlap.append(_shared(its, mine, params))
+            alike.append(choose(p, seq, path, ()) == choose(q, seq, path, ()))
+            overlap.append(_shared(p, q, params))
     return Price(len(alike), float(np.mean(alike)), float(np.mean(overlap))) if alike else None
-
-
-def _logits(runner: ModelRunner, prompt: Seq[int], text: Seq[int], params: SamplingParams) -> list[NDArray[np.float32]]:
-    """The logits before each token of the text."""
-    seq, rows = Sequence(-1, list(prompt), params, 0), list[NDArray[np.float32]]()
-    try:
-        for start in range(0, len(text), MAX_NODES):
-            nodes = list(text[start : start + MAX_NODES])
-            pending = [seq.num_pending]
-            if not runner.blocks.reserve(seq, len(seq) + len(nodes)):
-                break
-            out = runner.forward([seq], Draft.chains([nodes]), pending)
-            rows += list(out.logits.cpu().numpy()[: len(nodes)])
-            runner.commit([seq], pending, [range(len(nodes) - 1)], out)  # the last one stays pending
-            seq.token_ids += nodes
-    finally:
-        runner.blocks.release(seq)
-    return rows
 
 
 def _shared(its: NDArray[np.float32], mine: NDArray[np.float32], params: SamplingParams) -> float:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from fixtures_models import oracle
-from lawkit import EOS, write_model
+from lawkit import FAMILIES, write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.quality.likelihood import Scorer, TextToScore, log_likelihoods, split
+from sameseed.measure.quality.likelihood import Text, forced, log_likelihoods
 from sameseed.measure.quality.perplexity import Perplexity, mean_interval, perplexity, ratio, ratio_interval, windows
+from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.sampling import choose
 
 TEXT = "the sum of all parts is a whole; the loop ends when the list is empty. über naïve café 你好 def add(a, b): " * 9
 
@@ -104,70 +106,74 @@ def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("logit_bytes", [1, 40_000, 1 << 26])
-def test_scores_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) -> None:
-    tokens = llm.tokenizer.encode(TEXT)
-    texts = [TextToScore(tokens[i : i + 5 + 20 * i], min(1 + 3 * i, 4 + 20 * i)) for i in range(6)]
-    scorer = Scorer(llm.engine, logit_bytes)
-    found = list(scorer.score(texts))
-    alone = [next(iter(Scorer(llm.engine).score([text]))) for text in texts]
-    for text, a, b in zip(texts, found, alone, strict=True):
-        assert len(a.nll) == len(text.tokens) - text.start
-        assert torch.equal(a.nll, b.nll) and torch.equal(a.greedy, b.greedy)
-    assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
+def test_logits_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) -> None:
+    tokens, runner = llm.tokenizer.encode(TEXT), llm.engine.runner
+    texts = [(tokens[i : i + 5 + 20 * i], min(1 + 3 * i, 4 + 20 * i)) for i in range(6)]
+    found: dict[int, list[torch.Tensor]] = {}
+    for index, targets, logits in forced(runner, texts, 256, 37, logit_bytes):
+        assert len(targets) == len(logits)
+        found.setdefault(index, []).append(logits)
+    assert list(found) == list(range(6))
+    for text, parts in zip(texts, found.values(), strict=True):
+        alone = torch.cat([logits for *_, logits in forced(runner, [text], 256, 37)])
+        assert len(alone) == len(text[0]) - text[1] and torch.equal(torch.cat(parts), alone)
+    assert runner.blocks.num_free == runner.blocks.num_blocks
+
+
+def test_the_logits_choose_the_models_own_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=80, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    prompt = llm.tokenizer.encode("the sum of")
+    text = llm.generate("the sum of", params)[0].token_ids
+    seq = Sequence(-1, prompt, params, 5)
+    rows = torch.cat([x for *_, x in forced(llm.engine.runner, [((*prompt, *text), len(prompt))], 256, 37)]).numpy()
+    assert [choose(row, seq, text[:i], ()) for i, row in enumerate(rows)] == list(text)
+
+
+def test_a_model_with_recurrent_layers_is_scored_as_it_decodes(tmp_path: Path) -> None:
+    write_model(tmp_path, **FAMILIES["qwen3_5"])
+    llm = LLM(str(tmp_path), max_num_seqs=2)
+    prompt = llm.tokenizer.encode("the sum of")
+    text = llm.generate("the sum of", SamplingParams(max_tokens=40, ignore_eos=True))[0].token_ids
+    assert log_likelihoods(llm.engine, [(prompt, text), (prompt, text[:1])])[0][1]
 
 
 def test_a_cache_of_one_sequence_serves_many(pair_folders: tuple[Path, Path]) -> None:
     small = LLM(str(pair_folders[0]), num_blocks=16)
     tokens = small.tokenizer.encode(TEXT)
-    found = list(Scorer(small.engine).score([TextToScore(tokens[:200], 1)] * 3))
-    assert len(found) == 3 and torch.equal(found[0].nll, found[2].nll)
+    found = [logits for *_, logits in forced(small.engine.runner, [(tokens[:200], 1)] * 3, 256, 256)]
+    assert len(found) == 3 and torch.equal(found[0], found[2])
 
 
-def test_an_abandoned_scorer_leaves_nothing(llm: LLM) -> None:
-    tokens = llm.tokenizer.encode(TEXT)
-    scores = Scorer(llm.engine).score([TextToScore(tokens[:100], 1)] * 4)
-    next(scores)
-    scores.close()
+def test_an_abandoned_text_leaves_nothing(llm: LLM) -> None:
+    parts = forced(llm.engine.runner, [(llm.tokenizer.encode(TEXT)[:100], 1)] * 4, 256, 37)
+    next(parts)
+    parts.close()  # type: ignore[attr-defined]
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
 
-@pytest.mark.parametrize(
-    "text", [TextToScore([5], 0), TextToScore([5, 9999], 1), TextToScore([5, 6], 3), TextToScore([5] * 300, 1)]
-)
-def test_refuses_what_cannot_be_scored(llm: LLM, text: TextToScore) -> None:
+@pytest.mark.parametrize("text", [([5, 6], 0), ([5, 9999], 1), ([5, 6], 2), ([5] * 300, 1)])
+def test_refuses_what_cannot_be_scored(llm: LLM, text: Text) -> None:
     with pytest.raises(RequestError):
-        list(Scorer(llm.engine).score([text]))
+        list(forced(llm.engine.runner, [text], 256, 37))
 
 
 def test_options_share_a_pass_and_score_as_alone(llm: LLM) -> None:
     context = tuple(llm.tokenizer.encode("the list is"))
     pairs = [(context, (t,)) for t in (7, 50, 120)] + [(context[:2], (9,)), (context, (7, 50))]
-    scorer = Scorer(llm.engine)
-    together = log_likelihoods(scorer, pairs)
-    alone = [log_likelihoods(scorer, [pair])[0] for pair in pairs]
+    together = log_likelihoods(llm.engine, pairs)
+    alone = [log_likelihoods(llm.engine, [pair])[0] for pair in pairs]
     assert [x for x, _ in together] == pytest.approx([x for x, _ in alone], abs=1e-5)
     assert [x for _, x in together] == [x for _, x in alone]
     greedy = llm.generate([list(context)])[0].token_ids
-    assert log_likelihoods(scorer, [(context, greedy[:3])])[0][1]
-    assert not log_likelihoods(scorer, [(context, (greedy[0] + 1,))])[0][1]
+    assert log_likelihoods(llm.engine, [(context, greedy[:3])])[0][1]
+    assert not log_likelihoods(llm.engine, [(context, (greedy[0] + 1,))])[0][1]
 
 
 def test_a_long_context_loses_its_beginning(llm: LLM) -> None:
     tokens = llm.tokenizer.encode(TEXT)
-    assert log_likelihoods(Scorer(llm.engine), [(tokens[:400], [8])]) == log_likelihoods(
-        Scorer(llm.engine), [(tokens[144:400], [8])]
-    )
+    assert log_likelihoods(llm.engine, [(tokens[:400], [8])]) == log_likelihoods(llm.engine, [(tokens[144:400], [8])])
     with pytest.raises(RequestError):
-        log_likelihoods(Scorer(llm.engine), [([], [8])])
-
-
-def test_a_continuation_is_cut_where_its_text_begins(llm: LLM) -> None:
-    context, continuation = split(llm.tokenizer, "the list", " is empty")
-    assert llm.tokenizer.decode(context + continuation) == "the list is empty"
-    whole = llm.tokenizer.encode("the sum")
-    context, continuation = split(llm.tokenizer, "the su", "m")
-    assert context + continuation == whole and continuation
-    assert EOS not in context
+        log_likelihoods(llm.engine, [([], [8])])
 
 
 def test_the_interval_of_a_mean_is_near_the_normal_one() -> None:
