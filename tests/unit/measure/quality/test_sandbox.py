@@ -19,12 +19,9 @@ with open("note", "w") as file:
     file.write("its folder is its own")
 assert open("note").read().startswith("its")
 import os
-os.mkdir("inner"); os.rename("note", "inner/note"); assert os.listdir("inner") == ["note"]; os.remove("inner/note")
-assert sorted(os.listdir()) == ["inner", "program.py"] == sorted(e.name for e in os.scandir("."))
+assert sorted(os.listdir()) == ["note", "program.py"] == sorted(e.name for e in os.scandir("."))
 import doctest, pdb, cmd, glob, tempfile
 assert glob.glob("*.py") == ["program.py"]
-with tempfile.TemporaryDirectory() as folder:
-    assert os.listdir(folder) == []
 """
     assert run(program) == sandbox.SandboxOutcome(True)
 
