@@ -78,7 +78,7 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     reads = f"{limits.read / 1e9:.1f} GB/s, {limits.peak('int8') / 1e12:.2f} int8 and "
     busy = os.getloadavg()[0] > threads and limits.source != "given"
     note = " (other work runs here now: a quiet machine does more)" if busy else ""
-    return limits, f"{name}: {reads}{limits.fp32 / 1e12:.2f} float32 tera-operations/s{note}"
+    return limits, f"{name}: {reads}{limits.peak('fp32') / 1e12:.2f} float32 tera-operations/s{note}"
 
 
 def _memory(found: Seq[Estimate]) -> Table:

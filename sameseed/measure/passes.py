@@ -72,7 +72,7 @@ class PassWork:
 
     def compute_s(self, limits: Limits, peak: str) -> float:
         """Seconds of the arithmetic at the machine's limit; `peak` is the kind of the matrix products."""
-        return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.fp32
+        return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.peak("fp32")
 
 
 class TimedModel:

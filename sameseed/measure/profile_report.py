@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from sameseed.measure.costs import Cost, Profile
+from sameseed.measure.limits import KINDS
 from sameseed.report import table as layout
 from sameseed.report.plot import Panel, Series, draw, source
 
@@ -15,6 +16,8 @@ LEGEND = (
     "ms: median of one pass over M new tokens; c(M): against one token. read share: least time to read the "
     "bytes, over the time taken at M = 1. peak share: least time for the arithmetic, over the time taken."
 )
+
+UNITS = {"int8": "OPS", "fp32": "FLOPS", "bf16": "FLOPS"}
 
 
 def tables(profile: Profile) -> Iterator[Table]:
@@ -34,13 +37,9 @@ def limits_table(profile: Profile) -> Table:
     table.add_row(
         "read", f"{limits.read / 1e9:.1f} GB/s", "huge pages and prefetch" if limits.source == "native" else "torch"
     )
-    for kind, rate, unit in (
-        ("int8", limits.int8, "GOPS"),
-        ("fp32", limits.fp32, "GFLOPS"),
-        ("bf16", limits.bf16, "GFLOPS"),
-    ):
-        how = limits.instructions.get(kind, "this CPU has no instruction for it")
-        table.add_row(kind, "-" if rate is None else f"{rate / 1e9:.0f} {unit}", how)
+    for kind in KINDS:
+        how, rate = limits.instructions.get(kind, "this CPU has no instruction for it"), limits.best(kind)
+        table.add_row(kind, "-" if rate is None else f"{rate / 1e9:.0f} G{UNITS[kind]}", how)
     return table
 
 
@@ -165,6 +164,5 @@ def _limit(points: Seq[Cost], rows: float) -> float:
 
 def _limits(profile: Profile) -> list[str]:
     limits = profile.limits
-    rates = (("int8", limits.int8, "TOPS"), ("fp32", limits.fp32, "TFLOPS"), ("bf16", limits.bf16, "TFLOPS"))
-    known = [f"{kind} {rate / 1e12:.2f} {unit}" for kind, rate, unit in rates if rate is not None]
+    known = [f"{kind} {rate / 1e12:.2f} T{UNITS[kind]}" for kind in KINDS if (rate := limits.best(kind)) is not None]
     return [f"reads {limits.read / 1e9:.1f} GB/s", *known]

@@ -259,7 +259,7 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
                 costs.append(Cost(*names, job.context, job.rows, **timing))
                 if job == x.chains[0]:
                     bandwidth = memory_ms / ms
-        peak = x.stored.peak if getattr(limits, x.stored.peak) is not None else "fp32"
+        peak = x.stored.peak if x.stored.peak in limits.rates else "fp32"
         stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
     return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
 

@@ -23,7 +23,7 @@ from sameseed.engine.levels import Level
 from sameseed.engine.memory import pass_bytes
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.measure.costs import Profile
-from sameseed.measure.limits import Limits, from_rates
+from sameseed.measure.limits import Limits
 from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
@@ -196,7 +196,7 @@ def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) ->
     if read_gb is None or tera_ops is None or not (0 < read_gb < math.inf and 0 < tera_ops < math.inf):
         raise ConfigError("--machine-read (GB/s) and --machine-ops (1e12 a second) go together, both above 0")
     rates = {"read": (read_gb * 1e9,), **dict.fromkeys(("int8", "fp32", "bf16"), (tera_ops * 1e12,))}
-    return from_rates(threads, rates, {}, "given")
+    return Limits(threads, rates, {}, "given")
 
 
 def read_bytes(text: str) -> int:

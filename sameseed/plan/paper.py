@@ -82,7 +82,7 @@ class Sheet:
         work = self.work(batch, new_tokens, context, prompt)
         reading = work.num_bytes / limits.read / READ
         matrices = work.matrix_ops / limits.peak(self.peak) / COMPUTE
-        return math.hypot(reading, matrices + work.attention_ops / limits.fp32 / ATTENTION)
+        return math.hypot(reading, matrices + work.attention_ops / limits.peak("fp32") / ATTENTION)
 
     def cost(self, limits: Limits) -> RoundCost:
         """The costs of rounds on a machine with these limits."""

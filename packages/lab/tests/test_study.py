@@ -18,7 +18,7 @@ from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.measure import shapes
 from sameseed.measure.costs import Cost, Profile, StoredModel
-from sameseed.measure.limits import from_rates
+from sameseed.measure.limits import Limits
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import MOST, Panel, plot_paths
 from sameseed_lab.studies import _depth, _page, _runner, _setup, assisted, concurrency, rivals, serving
@@ -158,7 +158,7 @@ def test_a_target_of_70b_by_its_layers(
 def test_times_grow_with_the_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of 80 layers do not multiply the noise of the gap between 2 and 6 layers."""
     monkeypatch.setattr(_depth, "get_shape", lambda name: llama_shape(64, (4, 2, 16), layers=80))
-    limit = from_rates(1, {"read": (1.0,), "fp32": (1.0,)}, {}, "native")
+    limit = Limits(1, {"read": (1.0,), "fp32": (1.0,)}, {}, "native")
 
     def of(layers: int, ms: float) -> Profile:
         size = 10 + 5 * layers  # an LM head of two layers' size

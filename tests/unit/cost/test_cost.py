@@ -88,7 +88,7 @@ def test_costs_of_a_profile_and_of_another_engine():
         for m in (1, 2, 8)
         for ms in [10 + 0.5 * (m - 1) + (c - 64) * (0.01 + 0.001 * m)]
     )
-    profile = Profile({}, points, (), (), (), Limits(1, 1.0, None, 1.0, None, {}, {}, "native"))
+    profile = Profile({}, points, (), (), (), Limits(1, {}, {}, "native"))
     curve = profile.curve("w4a8")
     assert (curve.context, curve.per_token, curve.per_row) == pytest.approx((64, 1e-5, 1e-6))
     cost = profile.cost("w4a8")

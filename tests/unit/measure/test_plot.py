@@ -5,13 +5,13 @@ import pytest
 
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Profile
-from sameseed.measure.limits import from_rates
+from sameseed.measure.limits import Limits
 from sameseed.measure.profile_report import plot
 from sameseed.report.plot import plot_paths
 
 
 def made(contexts, rows):
-    limit = from_rates(2, {"read": (2e10,), "fp32": (2e11,), "int8": (9e11,)}, {}, "native")
+    limit = Limits(2, {"read": (2e10,), "fp32": (2e11,), "int8": (9e11,)}, {}, "native")
     costs = tuple(
         Cost(f, "bf16", c, m, 10.0 + m, (10 + m) / 11, 9.0 + m, 12.0 + m, 5, 8.0, 0.4 * m)
         for f in ("bf16", "w4a8")

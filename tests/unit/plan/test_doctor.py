@@ -334,7 +334,7 @@ def test_costs_come_from_a_file(tmp_path, capsys):
     rows = zip(COSTS.rows, COSTS.ms, strict=True)
     costs = tuple(Cost("bf16", "bf16", 64, m, ms, 1.0, ms, ms, 5, 1.0, 1.0) for m, ms in rows)
     rates = {"read": (1.0,), "fp32": (1.0,)}
-    profile = Profile({}, costs, (), (), (), Limits(1, 1.0, None, 1.0, None, {}, rates, "native"))
+    profile = Profile({}, costs, (), (), (), Limits(1, rates, {}, "native"))
     (tmp_path / "good.json").write_text(json.dumps(profile.as_dict()))
     argv = ["doctor", str(tmp_path / "page"), "--json", "--cost"]
     assert main([*argv, str(tmp_path / "good.json")]) == 0

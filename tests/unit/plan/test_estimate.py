@@ -66,7 +66,7 @@ class Passes:
             for name, new, context, prompt, ms in jobs:
                 own = sheets[name]
                 work, limits = own.work(1, new, context, prompt), record.limits
-                matrices, attention = work.matrix_ops / limits.peak(own.peak), work.attention_ops / limits.fp32
+                matrices, attention = work.matrix_ops / limits.peak(own.peak), work.attention_ops / limits.peak("fp32")
                 rows.append(((i, name), new, work.memory_s(limits), matrices, attention, ms / 1e3))
         self.curves = [row[0] for row in rows]
         self.rows, self.reading, self.matrices, self.attention, self.took = np.array([row[1:] for row in rows]).T
