@@ -8,7 +8,7 @@ show.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from sameseed.measure.quality.show import make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.measure.quality.variant import Variant, stored
-from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, prompts_name, read_prompts
+from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.loader import resolve_model, target_scheme
@@ -98,15 +98,9 @@ def report(
     if len(parsed) < 1 or len(set(parsed)) < len(parsed):
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
     suite.check(asked.tasks, asked.settings, asked.text)
-    prompts = read_prompts(asked.prompts, asked.num_prompts)
-    spec, base = draft_spec(parsed[0], asked), parsed[0]
-    failed: dict[Variant, str] = {}
+    prompts, spec, base = read_prompts(asked.prompts, asked.num_prompts), draft_spec(parsed[0], asked), parsed[0]
 
-    def checked(v: Variant) -> None:
-        drafts = "ngram" if drafts_for_itself(v, spec) else spec
-        check_parts(resolve_model(v.model), make_config(drafts, **asked.engine, **v.settings))
-
-    def each(of: Seq[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
+    def each(of: Iterable[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
         """The results of those that can be run; the others are named in `into`. Raises what the baseline raises."""
         found = {}
         for v in of:
@@ -118,7 +112,21 @@ def report(
                 into[v] = str(error) or type(error).__name__
         return found
 
-    impossible: dict[Variant, str] = {}
+    def checked(v: Variant) -> None:
+        drafts = "ngram" if drafts_for_itself(v, spec) else spec
+        check_parts(resolve_model(v.model), make_config(drafts, **asked.engine, **v.settings))
+
+    def quality_of(v: Variant) -> Quality:
+        llm = LLM(v.model, **{**asked.engine, **v.settings})
+        found = suite.evaluate(
+            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{v.label}: {s}", d, t)
+        )
+        del llm
+        gc.collect()
+        keep(v, found)
+        return found
+
+    impossible, failed = dict[Variant, str](), dict[Variant, str]()
     parsed = list(each(parsed, checked, impossible))
     for v, reason in impossible.items():
         tell(f"left out: {v.label}: {reason}")
@@ -126,26 +134,15 @@ def report(
         raise ConfigError(f"there is nothing to compare: {reason}")
     for v in parsed:
         prompts = fitting(resolve_model(v.model), asked.engine, prompts, lambda text: tell(f"left out: {text}"))
-
-    def quality_of(v: Variant) -> Quality:
-        quality = _quality(v, asked, progress)
-        keep(v, quality)
-        return quality
-
     qualities = each(parsed, quality_of, failed)
-    groups = _groups(list(qualities), asked)
+    groups, speeds = _groups(list(qualities), asked), dict[Variant, Measured]()
     tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(qualities))
-
-    def speeds_of(group: Seq[Variant]) -> dict[Variant, Measured]:
-        found = _speeds(group, spec, prompts, asked, tick)
+    for group in groups:
+        benches = each(group, partial(_load, spec=spec, prompts=prompts, asked=asked), failed)
+        runs = interleave(list(benches.values()), asked.repeat, lambda label: tick()) if benches else {}
+        speeds |= {v: (stored(b.llm), _figures(b, runs, asked.settings.seed)) for v, (b, _) in benches.items()}
+        del benches
         gc.collect()
-        return found
-
-    try:
-        speeds = {v: s for group in groups for v, s in speeds_of(group).items()}
-    except (SameseedError, MemoryError):  # one of them cannot run: each by itself, to find out which
-        groups = [[v] for v in qualities]
-        speeds = each(list(qualities), lambda v: speeds_of([v])[v], failed)
     run_id, name = record.now(), draft_text(spec) if spec.model is None else Path(spec.model).name
     shared = {
         "draft": f"{name}, {spec.num_draft_tokens} tokens",
@@ -202,17 +199,6 @@ def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
     return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
 
 
-def _quality(variant: Variant, asked: Comparing, progress: Report) -> Quality:
-    llm = LLM(variant.model, **{**asked.engine, **variant.settings})
-    try:
-        return suite.evaluate(
-            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{variant.label}: {s}", d, t)
-        )
-    finally:
-        del llm
-        gc.collect()
-
-
 def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
     """One group of all variants if they fit in half of the free memory, else one group per variant."""
     engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
@@ -224,41 +210,31 @@ def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
     return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
 
 
-def _speeds(
-    variants: Seq[Variant], spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing, tick: Callable[[], None]
-) -> dict[Variant, Measured]:
-    """Formats of each variant, and its figures of plain and drafted runs, all interleaved.
-
-    A variant that is the draft itself is drafted for by n-grams. `tick` is called after each
-    prompt of an arm. Raises what LLM raises, RequestError for a prompt that does not fit.
-    """
+def _load(v: Variant, spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing) -> tuple[Bench, Workload]:
+    """A variant's plain and drafted arms, warm; it is drafted for by n-grams where it is the draft itself."""
     ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
-    params = SamplingParams(max_tokens=asked.max_tokens, seed=0)
-    benches = []
-    for v in variants:
-        arms = [Arm("plain", SpecConfig()), Arm("draft", ngram if drafts_for_itself(v, spec) else spec)]
-        given = fitted(v.model, {**asked.engine, **v.settings, "max_num_seqs": 1}, prompts, asked.max_tokens)
-        bench = Bench(v.model, arms, given)
-        benches.append((bench, bench.workload("prompts", prompts, params)))
-    for bench, workload in benches:
-        bench.warm_up(workload)
-    runs = interleave(benches, asked.repeat, lambda label: tick())
-    found = {}
-    for v, (bench, _) in zip(variants, benches, strict=True):
-        runner, cache = bench.llm.engine.runner, bench.llm.engine.runner.cache
-        plain, drafted = (runs[arm] for arm in bench.arms)
-        pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(plain, drafted, strict=True)]
-        figures = {
-            "weight_bytes": sum(m.nbytes for m in runner.model.weights.matrices),
-            "kv_bytes_per_token": cache.nbytes / (cache.num_blocks * cache.block_size),
-            "as_target": _acceptance(drafted[0], asked.settings.seed),
-            "tokens_per_s": median(a for a, _ in pairs),
-            "drafted_tokens_per_s": median(b for _, b in pairs),
-            "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
-            "equals_plain": all(run.texts == plain[0].texts for run in (*plain, *drafted)),
-        }
-        found[v] = stored(bench.llm), figures
-    return found
+    arms = [Arm("plain", SpecConfig()), Arm("draft", ngram if drafts_for_itself(v, spec) else spec)]
+    given = fitted(v.model, {**asked.engine, **v.settings, "max_num_seqs": 1}, prompts, asked.max_tokens)
+    bench = Bench(v.model, arms, given)
+    workload = bench.workload("prompts", prompts, SamplingParams(max_tokens=asked.max_tokens, seed=0))
+    bench.warm_up(workload)
+    return bench, workload
+
+
+def _figures(bench: Bench, runs: Mapping[Arm, Seq[Run]], seed: int) -> dict[str, Any]:
+    """Size, speed and acceptance of a variant with its plain and drafted runs."""
+    runner, cache = bench.llm.engine.runner, bench.llm.engine.runner.cache
+    plain, drafted = (runs[arm] for arm in bench.arms)
+    pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(plain, drafted, strict=True)]
+    return {
+        "weight_bytes": sum(m.nbytes for m in runner.model.weights.matrices),
+        "kv_bytes_per_token": cache.nbytes / (cache.num_blocks * cache.block_size),
+        "as_target": _acceptance(drafted[0], seed),
+        "tokens_per_s": median(a for a, _ in pairs),
+        "drafted_tokens_per_s": median(b for _, b in pairs),
+        "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
+        "equals_plain": all(run.texts == plain[0].texts for run in (*plain, *drafted)),
+    }
 
 
 def _acceptance(run: Run, seed: int) -> dict[str, Any]:
