@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
+from sameseed.fields import check_ranges, within
 from sameseed.measure.passes import MAX_CHAIN, Pass
 from sameseed.models.config import ModelConfig
 from sameseed.scheme import QuantScheme
@@ -26,18 +27,19 @@ class ProfileGrid:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] = (256,)
     kv_format: str = "auto"
-    prefill_tokens: int = 512
+    prefill_tokens: int = within(512, 0)
     batch_sizes: tuple[int, ...] = (4, 16)
-    threads: int | None = None
+    threads: int | None = within(None, 1)
     backend: str = "auto"
     device: str = "cpu"
-    repeats: int = 30
-    seconds: float = 60.0
+    repeats: int = within(30, 1)
+    seconds: float = within(60.0, 0, above=True)
     draft: str | None = None
     draft_formats: tuple[str, ...] = ("auto",)
-    layers: int | None = None
+    layers: int | None = within(None, 1)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for name in ("rows", "contexts", "batch_sizes"):
             _check_ascending(name, getattr(self, name), optional=name == "batch_sizes")
         if self.rows[-1] > MAX_CHAIN:
@@ -52,12 +54,6 @@ class ProfileGrid:
                 QuantScheme.parse(text)
         if self.kv_format != "auto":
             scheme.kv_formats(self.kv_format)
-        for name, least in (("prefill_tokens", 0), ("repeats", 1), ("threads", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
-        if not self.seconds > 0:
-            raise ConfigError(f"seconds must be above 0, got {self.seconds:g}")
 
     def passes(self, config: ModelConfig, role: str = "model") -> tuple[list[Pass], list[Pass]]:
         """(chain passes, prefill and batch passes). Raises ConfigError if the model's context is too short."""

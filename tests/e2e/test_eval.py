@@ -101,7 +101,7 @@ def test_a_draft_that_never_agrees_is_warned_of(cli, model, data, tmp_path):
     ("flags", "says"),
     [
         (["--tasks", "humanevl"], "did you mean 'humaneval'"),
-        (["--limit", "0", "--tasks", "gsm8k"], "--limit"),
+        (["--limit", "0", "--tasks", "gsm8k"], "limit must be at least 1"),
         (["--plot", "x.png"], "--compare"),
         (["--compare", "a@b@c@d"], "MODEL@FORMAT"),
         (["--compare", "embedded", "--format", "w4a8"], "MODEL@FORMAT"),

@@ -186,7 +186,7 @@ def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for flags, says in (
         (["asisted"], "did you mean 'assisted'"),
         (["assisted", "--size", "huge"], "--size is small, real or true"),
-        (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
+        (["assisted", "--repeat", "0"], "repeat must be at least 1"),
         (["assisted", "--only", "nothing"], "there are: embedded-draft lengths greedy"),
         (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "--prompts wikitext fetches the set"),
         (["assisted", "--draft", "ngram"], "name it with --model"),

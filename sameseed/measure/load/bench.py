@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sameseed.errors import ConfigError
+from sameseed.fields import check_ranges, within
 from sameseed.measure.load import outcome, prompts, wire
 from sameseed.measure.load.outcome import Bounds, RequestOutcome
 from sameseed.measure.load.prompts import PromptSource, Shape
@@ -33,19 +34,14 @@ B = TypeVar("B")
 class LoadLevel:
     """A load: `concurrency` clients (closed loop), or `rate` requests per second with `burstiness` (open loop)."""
 
-    concurrency: int | None = None
-    rate: float | None = None
-    burstiness: float = 1.0
+    concurrency: int | None = within(None, 1)
+    rate: float | None = within(None, 0, above=True)
+    burstiness: float = within(1.0, 0, above=True)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if (self.concurrency is None) == (self.rate is None):
             raise ConfigError("a level is a number of clients or a rate; give one of them")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"--concurrency must be at least 1, got {self.concurrency}")
-        if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"--rates must be above 0 requests a second, got {self.rate}")
-        if not self.burstiness > 0:
-            raise ConfigError(f"--burstiness must be above 0 (1 is a Poisson process), got {self.burstiness}")
 
     @property
     def label(self) -> str:
@@ -125,26 +121,16 @@ class LoadSettings:
     prompts: str = "text"
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int = 1
-    num_requests: int | None = None
-    max_seconds: float | None = None
-    warm_up: int = 2
-    repeat: int = 3
+    num_requests: int | None = within(None, 1)
+    max_seconds: float | None = within(None, 0, above=True)
+    warm_up: int = within(2, 0)
+    repeat: int = within(3, 1)
     bounds: Bounds = field(default_factory=Bounds)
-    timeout: float = 600.0
-    max_retries: int = 5
+    timeout: float = within(600.0, 0, above=True)
+    max_retries: int = within(5, 0)
     strict: bool = False
     fit: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("repeat", 1), ("warm_up", 0), ("max_retries", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"--num-requests must be at least 1, got {self.num_requests}")
-        for name in ("timeout", "max_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0 seconds, got {value}")
+    __post_init__ = check_ranges
 
     def count(self, level: LoadLevel) -> int:
         """Number of requests in one repetition at a level."""

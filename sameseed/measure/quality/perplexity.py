@@ -85,13 +85,8 @@ def perplexity(
     """Perplexity of a text under the loaded model. `max_tokens`: read only so many tokens, from the start of the text.
 
     The window is clipped to the model's context, and the stride to less than the window; the result holds the values
-    used. `report(done, total)` counts tokens. Raises ConfigError for a text of fewer than two tokens, or values out of
-    range.
+    used. `report(done, total)` counts tokens. Raises ConfigError for a text of fewer than two tokens.
     """
-    if window < 2 or stride < 1:
-        raise ConfigError(f"a window of at least 2 tokens moves by at least 1, got --window {window} --stride {stride}")
-    if max_tokens is not None and max_tokens < 2:
-        raise ConfigError(f"--tokens must be at least 2, got {max_tokens}: the first token is not scored")
     tokens = llm.tokenizer.encode(text)
     whole = max_tokens is None or max_tokens >= len(tokens)
     tokens = tokens if whole else tokens[:max_tokens]

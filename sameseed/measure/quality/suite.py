@@ -22,6 +22,7 @@ from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, nearest
+from sameseed.fields import check_ranges, within
 from sameseed.measure.quality import data
 from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
 from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, estimate, perplexity
@@ -151,9 +152,10 @@ class PerplexityText:
     """The text for perplexity (`file`; None: the WikiText-2 test set), its window and stride, and the most tokens."""
 
     file: Path | None = None
-    window: int = WINDOW
-    stride: int = STRIDE
-    tokens: int | None = None
+    window: int = within(WINDOW, 2)
+    stride: int = within(STRIDE, 1)
+    tokens: int | None = within(None, 2)
+    __post_init__ = check_ranges
 
     def read(self, folder: Path | None) -> tuple[str, str]:
         """The text and its name. Raises ConfigError."""

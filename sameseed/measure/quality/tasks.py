@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
-from sameseed.errors import ConfigError
+from sameseed.fields import check_ranges, within
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.quality import data, sandbox
 from sameseed.measure.quality.data import HUMANEVAL, Row
@@ -35,16 +35,13 @@ class TaskSettings:
     """
 
     data: Path | None = None
-    limit: int | None = None
+    limit: int | None = within(None, 1)
     chat: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"--limit must be at least 1, got {self.limit}")
+    __post_init__ = check_ranges
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
         """Sampling parameters for a task with its own length limit `max_tokens` and stop strings `stop`."""

@@ -12,6 +12,7 @@ from typing import Any
 from sameseed import ops
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
+from sameseed.fields import check_ranges, within
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.models.head_config import is_head
@@ -52,10 +53,10 @@ class StudySetup:
     size: str
     out: Path
     prompts: Path | None = None
-    num_prompts: int = 12
-    max_tokens: int = 64
-    repeat: int = 3
-    threads: int | None = None
+    num_prompts: int = within(12, 1)
+    max_tokens: int = within(64, 1)
+    repeat: int = within(3, 1)
+    threads: int | None = within(None, 1)
     data: Path | None = None
     models: Mapping[str, str] = field(default_factory=lambda: REAL)
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
@@ -63,10 +64,7 @@ class StudySetup:
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise ConfigError(f"--size is {', '.join(SIZES[:-1])} or {SIZES[-1]}, got {self.size!r}")
-        for name in ("num_prompts", "max_tokens", "repeat", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_ranges(self)
 
     @property
     def names(self) -> Mapping[str, str]:

@@ -263,7 +263,7 @@ async def test_a_run_ends_with_its_time():
     assert records[-1]["same_texts"] == [64, 64]
     _, records = await measure(Fake(), replace(SETTINGS, max_seconds=1e9), arms())
     assert not any("--max-seconds" in remark for remark in records[0]["remarks"])
-    with pytest.raises(ConfigError, match="--max-seconds must be above 0"):
+    with pytest.raises(ConfigError, match="max_seconds must be above 0"):
         replace(SETTINGS, max_seconds=0.0)
 
 

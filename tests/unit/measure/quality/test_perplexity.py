@@ -83,7 +83,7 @@ def test_windows_are_clipped_to_the_context_and_overlap(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("text", "settings", "match"),
-    [("", {}, "fewer than two"), (TEXT, {"window": 1}, "--window"), (TEXT, {"max_tokens": 1}, "--tokens")],
+    [("", {}, "fewer than two"), (TEXT, {"max_tokens": 1}, "fewer than two")],
 )
 def test_refuses_what_has_no_perplexity(llm: LLM, text: str, settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
