@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sameseed import devices, ops
 from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
@@ -19,7 +21,6 @@ from sameseed.measure.grid import ProfileGrid
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, TimedModel, cache_bytes
 from sameseed.measure.shapes import get_shape, shape_as_dict
-from sameseed.measure.workload import quantile
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
 from sameseed.models.synthetic import RandomCheckpoint, random_model
@@ -35,6 +36,9 @@ CURVE_SHARE = 0.7  # of the time budget, for the cost curve; the rest is for pre
 LOADING_BYTES = 512 << 20  # generous bound on the memory that loading needs besides the weights
 
 
+Visit = tuple[dict[Pass, list[float]], TimedModel, Pass]  # where the seconds go, the model, the pass
+
+
 @dataclass
 class Candidate:
     """A shape in one format: what to load, and later the measurements."""
@@ -47,15 +51,9 @@ class Candidate:
     chains: list[Pass]
     others: list[Pass]
     num_bytes: int  # weights and cache, estimated
-    subject: TimedModel | None = None
     samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
     work: dict[Pass, PassWork] = field(default_factory=dict)
     stored: StoredModel | None = None
-
-    def seconds(self, job: Pass) -> float:
-        """Run one pass and return its seconds."""
-        assert self.subject is not None
-        return self.subject.seconds(job)
 
 
 class Profiler:
@@ -67,20 +65,17 @@ class Profiler:
             raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
         self.grid = grid
         self.ops = ops.resolve(grid.backend, grid.device)
-        self.name = shape.lower() if shape is not None else record.model_name(model or "")
-        self.draft_name: str | None = None
-        config, folder = (get_shape(shape), None) if shape is not None else _checkpoint(model or "")
+        self.names = {"target": shape.lower() if shape is not None else record.model_name(model or "")}
+        config, folder = _read(shape, model)
         if grid.layers is not None:
             config = replace(config, num_layers=grid.layers, windows=config.windows[: grid.layers])
         self.candidates = [self._candidate("target", config, folder, f) for f in grid.formats]
         if grid.draft is not None:
             own = Path(grid.draft).is_dir()
-            self.draft_name = record.model_name(grid.draft) if own else grid.draft.lower()
-            config, folder = _checkpoint(grid.draft) if own else (get_shape(grid.draft), None)
+            self.names["draft"] = record.model_name(grid.draft) if own else grid.draft.lower()
+            config, folder = _read(*((None, grid.draft) if own else (grid.draft, None)))
             self.candidates += [self._candidate("draft", config, folder, f) for f in grid.draft_formats]
         self.interleaved = self._fits_together()
-        self.machine: dict[str, object] = {}
-        self.limits: Limits | None = None
         self.peak_memory = 0
 
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
@@ -114,40 +109,49 @@ class Profiler:
         tell: Report = report or (lambda stage, done, total: None)
         threads = self.grid.threads or devices.native_threads()
         ops.set_num_threads(threads)
-        self.machine = record.machine()  # now, so that the recorded load is the load before this measurement
+        here = record.machine()  # now, so that the recorded load is the load before this measurement
         tell("machine limits", 0, 1)
-        self.limits = measure_limits(threads, device=self.grid.device)
+        limits = measure_limits(threads, device=self.grid.device)
         groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
         interrupted = False
         try:
             for group in groups:
                 self._measure(group, self.grid.seconds / len(groups), tell)
             tell("machine limits", 0, 1)
-            self.limits = self.limits.merged(measure_limits(threads, device=self.grid.device))
+            limits = limits.merged(measure_limits(threads, device=self.grid.device))
         except KeyboardInterrupt:
             interrupted = True
             if not any(x.samples for x in self.candidates):
                 raise
-        finally:
-            for x in self.candidates:
-                x.subject = None
-        return self._profile(threads, interrupted)
+        shared: dict[str, Any] = {
+            "limits": limits,
+            "machine": here,
+            "threads": threads,
+            "backend": self.ops.name,
+            "interleaved": self.interleaved,
+            "interrupted": interrupted,
+            "peak_memory_bytes": self.peak_memory,
+            "commit": record.commit(),
+            "date": record.now(),
+        }
+        made = {}
+        for role, name in self.names.items():
+            mine = [x for x in self.candidates if x.role == role]
+            made[role] = Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
+        return replace(made["target"], draft=made.get("draft"))
 
     def _measure(self, group: Seq[Candidate], seconds: float, tell: Report) -> None:
-        """Load a group of candidates, time their passes, keep their results, and free them."""
-        try:
-            for x in group:
-                self._load(x, tell)
-            with _no_collection():
-                chains = [(x, job) for x in group for job in x.chains]
-                self._rounds(chains, seconds * CURVE_SHARE, "c(M)", tell)
-                others = [(x, job) for x in group for job in x.others]
-                self._rounds(others, seconds * (1 - CURVE_SHARE), "prefill and batch", tell)
-        finally:
-            for x in group:
-                self._describe(x)
+        """Load a group of candidates and time their passes; the models are freed again."""
+        gc.collect()
+        loaded = [(x, self._load(x, tell)) for x in group]
+        with _no_collection():
+            chains = [(x.samples, subject, job) for x, subject in loaded for job in x.chains]
+            self._rounds(chains, seconds * CURVE_SHARE, "c(M)", tell)
+            others = [(x.samples, subject, job) for x, subject in loaded for job in x.others]
+            self._rounds(others, seconds * (1 - CURVE_SHARE), "prefill and batch", tell)
+        self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
 
-    def _load(self, x: Candidate, tell: Report) -> None:
+    def _load(self, x: Candidate, tell: Report) -> TimedModel:
         longest = max(job.context + job.new_tokens for job in x.chains + x.others)
         before = usage.resident(self.grid.device)
         usage.reset_peak(self.grid.device)
@@ -162,73 +166,43 @@ class Profiler:
         else:
             model = load_model(x.folder, self.ops, x.quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
-        subject = x.subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
+        subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
         subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory
         self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
-        first = subject.work(x.chains[0])
+        x.work = {job: subject.work(job) for job in x.chains + x.others}
         x.stored = StoredModel(
             x.format,
             subject.kv_format,
             subject.weight_bytes,
-            first.num_bytes,
+            x.work[x.chains[0]].num_bytes,
             subject.runner.cache.nbytes,
             None,
             subject.peak,
             took,
             max(0, usage.peak(self.grid.device) - before),
         )
+        return subject
 
-    def _rounds(self, visits: list[tuple[Candidate, Pass]], seconds: float, stage: str, tell: Report) -> None:
+    def _rounds(self, visits: Seq[Visit], seconds: float, stage: str, tell: Report) -> None:
         """Warm up, then run every pass once per round, until the time budget or the repeats are used up."""
-        for i, (x, job) in enumerate(visits):
+        for i, (samples, subject, job) in enumerate(visits):
             tell(f"{stage}, warm-up", i, len(visits))
-            took = x.seconds(job)
+            took = subject.seconds(job)
             if took > SLOW:  # a warm-up makes no visible difference here, and a second run would be expensive
-                x.samples[job] = [took]
+                samples[job] = [took]
         start = time.perf_counter()
         for done in range(self.grid.repeats):
             spent = time.perf_counter() - start
             least = MIN_REPEATS if spent < max(OVERDRAFT * seconds, PATIENCE) else 1
-            enough = all(len(x.samples.get(job, ())) >= least for x, job in visits)
+            enough = all(len(samples.get(job, ())) >= least for samples, _, job in visits)
             if not visits or (enough and spent * (done + 1) / max(done, 1) > seconds):
                 break
             expected = max(spent, min(seconds, spent / done * self.grid.repeats) if done else seconds)
             for i in range(len(visits)):
-                x, job = visits[(i + done) % len(visits)]  # the first pass of a round rotates
+                samples, subject, job = visits[(i + done) % len(visits)]  # the first pass of a round rotates
                 tell(stage, min(time.perf_counter() - start, expected), expected)
-                took = x.seconds(job)
-                x.samples.setdefault(job, []).append(took)
-
-    def _describe(self, x: Candidate) -> None:
-        """Free a candidate's model after its passes' least work (PassWork) is computed."""
-        if x.subject is None:
-            return
-        x.work = {job: x.subject.work(job) for job in x.samples}
-        x.subject = None
-        gc.collect()
-        self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
-
-    def _profile(self, threads: int, interrupted: bool) -> Profile:
-        assert self.limits is not None
-        shared: dict[str, Any] = {
-            "limits": self.limits,
-            "machine": self.machine,
-            "threads": threads,
-            "backend": self.ops.name,
-            "interleaved": self.interleaved,
-            "interrupted": interrupted,
-            "peak_memory_bytes": self.peak_memory,
-            "commit": record.commit(),
-            "date": record.now(),
-        }
-        target = self._part("target", self.name, shared)
-        if self.draft_name is None:
-            return target
-        return replace(target, draft=self._part("draft", self.draft_name, shared))
-
-    def _part(self, role: str, name: str, shared: dict[str, Any]) -> Profile:
-        mine, limits = [x for x in self.candidates if x.role == role], shared["limits"]
-        return Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
+                took = subject.seconds(job)
+                samples.setdefault(job, []).append(took)
 
 
 def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
@@ -243,7 +217,7 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
         names = (x.format, x.stored.kv_format)
         bandwidth = None
         for job, seconds in sorted(x.samples.items(), key=lambda item: (item[0].context, item[0].rows)):
-            ms, p10, p90 = (quantile(seconds, q) * 1e3 for q in (0.5, 0.1, 0.9))
+            p10, ms, p90 = (np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e3).tolist()
             memory_ms = x.work[job].memory_s(limits) * 1e3
             compute_ms = x.work[job].compute_s(limits, x.stored.peak) * 1e3
             timing: dict[str, Any] = {"ms": ms, "p10": p10, "p90": p90, "repeats": len(seconds)}
@@ -254,7 +228,7 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
             elif job.kind == "batch":
                 batch.append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
             elif (one := x.samples.get(replace(job, rows=1))) is not None:
-                c = ms / (quantile(one, 0.5) * 1e3)
+                c = ms / (float(np.quantile(one, 0.5)) * 1e3)
                 timing |= {"c": c, "memory_ms": memory_ms, "compute_ms": compute_ms}
                 costs.append(Cost(*names, job.context, job.rows, **timing))
                 if job == x.chains[0]:
@@ -264,8 +238,11 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
     return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
 
 
-def _checkpoint(model: str) -> tuple[ModelConfig, Path]:
-    folder = resolve_model(model)
+def _read(shape: str | None, model: str | None) -> tuple[ModelConfig, Path | None]:
+    """The config of a shape, or of a model and the model's folder."""
+    if shape is not None:
+        return get_shape(shape), None
+    folder = resolve_model(model or "")
     return read_config(folder), folder
 
 

@@ -98,15 +98,6 @@ class Workload:
             yield jobs[start : start + self.batch_size]
 
 
-def quantile(values: Seq[float], share: float) -> float:
-    """The `share` quantile of `values`, interpolated linearly between neighbours."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
 def without_past(spec: SpecConfig) -> SpecConfig:
     """The same levels with option `past` set to "none" wherever a drafter has that option and it is not set."""
 

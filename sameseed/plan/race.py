@@ -16,7 +16,6 @@ import numpy as np
 
 from sameseed.engine.engine import Engine
 from sameseed.measure.bench import Run, run_batch
-from sameseed.measure.workload import quantile
 from sameseed.plan.candidates import Prospect
 from sameseed.plan.grid import Bound, Interval, TuneRequest
 from sameseed.plan.outlook import Z90
@@ -81,7 +80,7 @@ class Contestant:
 
     def latency(self, name: str, batches: Seq[int]) -> float:
         """Seconds of "ttft" or "itl" that nine of ten requests stay below, at the worst of these batch sizes."""
-        return max(quantile(getattr(self, name)[b], KEEPS) for b in batches)
+        return max(float(np.quantile(getattr(self, name)[b], KEEPS)) for b in batches)
 
 
 def anew(c: Contestant) -> Contestant:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sameseed.measure.load.wire import Exchange
-from sameseed.measure.workload import quantile
 
 
 @dataclass
@@ -152,8 +153,9 @@ class Bounds:
 
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     """Mean and percentiles (linear interpolation) in milliseconds; all None if there are no values."""
-    made = {"mean": sum(seconds) / len(seconds) * 1e3 if seconds else None}
-    return made | {f"p{p}": quantile(seconds, p / 100) * 1e3 if seconds else None for p in PERCENTILES}
+    values = [np.mean(seconds), *np.percentile(seconds, PERCENTILES)] if seconds else []
+    names = ("mean", *(f"p{p}" for p in PERCENTILES))
+    return dict(zip(names, [float(1e3 * v) for v in values] or [None] * len(names)))
 
 
 def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:

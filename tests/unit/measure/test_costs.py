@@ -165,8 +165,7 @@ def test_passes_run_as_verification_does(monkeypatch):
     """One pending token and a chain after it, logits of all rows; blocks are freed, no row stays cached."""
     x = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny").candidates[0]
     p = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny")
-    p._load(x, lambda *args: None)
-    subject = x.subject
+    subject = p._load(x, lambda *args: None)
     forward, seen = subject.runner.forward, list[tuple[int, ...]]()
 
     def watch(seqs, draft, num_pending, *more, **named):
