@@ -188,24 +188,14 @@ class Profile:
         """The profile as plain data for JSON."""
         return {
             "schema": PROFILE_SCHEMA,
-            "date": self.date,
-            "commit": self.commit,
-            "machine": dict(self.machine),
-            "threads": self.threads,
-            "backend": self.backend,
+            **{name: getattr(self, name) for name in SHARED},
             "limits": self.limits.as_dict(),
-            "interleaved": self.interleaved,
-            "interrupted": self.interrupted,
-            "peak_memory_bytes": self.peak_memory_bytes,
             **self._measured(),
             "draft": None if self.draft is None else self.draft._measured(),
         }
 
     def _measured(self) -> dict[str, Any]:
-        return {
-            "shape": dict(self.shape),
-            **{name: [asdict(x) for x in getattr(self, name)] for name in ("stored", "costs", "prefill", "batch")},
-        }
+        return {"shape": dict(self.shape), **{name: [asdict(x) for x in getattr(self, name)] for name in PARTS}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the profile") -> Profile:
@@ -214,25 +204,29 @@ class Profile:
             raise ConfigError(
                 f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
             )
-        kept = ("threads", "backend", "interleaved", "interrupted", "peak_memory_bytes", "commit", "date", "machine")
         try:
-            shared = {name: data[name] for name in kept}
-            shared["limits"] = Limits.from_dict(data["limits"])
-            made = cls(**_parts(data), **shared)
-            made = made if data["draft"] is None else replace(made, draft=cls(**_parts(data["draft"]), **shared))
-            for part in (made, *filter(None, [made.draft])):
-                passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]
-                passes += [(x.batch_size, x.ms) for x in part.batch]
-                if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
-                    raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
-            return made
+            shared = {name: data[name] for name in SHARED} | {"limits": Limits.from_dict(data["limits"])}
+            target, *draft = (
+                cls(
+                    part["shape"],
+                    **{name: tuple(kind(**x) for x in part[name]) for name, kind in PARTS.items()},
+                    **shared,
+                )
+                for part in (data, data["draft"])
+                if part is not None
+            )
+            passes = [x for part in (target, *draft) for x in (*part.costs, *part.prefill, *part.batch)]
+            sizes = [vars(x).get(name, 1) for x in passes for name in ("rows", "tokens", "batch_size")]
+            if not all(0 < x.ms < MOST_MS for x in passes) or min(sizes, default=1) < 1:
+                raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
+            return replace(target, draft=draft[0] if draft else None)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None
 
 
-def _parts(data: Mapping[str, Any]) -> dict[str, Any]:
-    rows: dict[str, type[Any]] = {"costs": Cost, "prefill": Prefill, "batch": BatchDecode, "stored": StoredModel}
-    return {"shape": data["shape"], **{name: tuple(kind(**row) for row in data[name]) for name, kind in rows.items()}}
+# Names of the fields that a profile has once, and of the measurements that a draft has as well.
+SHARED = ("date", "commit", "machine", "threads", "backend", "interleaved", "interrupted", "peak_memory_bytes")
+PARTS: dict[str, type[Any]] = {"stored": StoredModel, "costs": Cost, "prefill": Prefill, "batch": BatchDecode}
 
 
 def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
