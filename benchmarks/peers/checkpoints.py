@@ -29,7 +29,7 @@ from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.quantize._plan import QuantizePlan
 from sameseed.quantize._run import quantize
-from sameseed_lab.twin import find_shape, make_head_twin, make_twin
+from sameseed_lab.twin import find_shape, make_twin
 
 HERE = Path(__file__).resolve().parent
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -127,7 +127,7 @@ def write_source(folder: Path, name: str) -> None:
     if shape is None:
         shutil.copytree(resolve_model(of), folder)
     elif of == "embedded-head":
-        make_head_twin(find_shape(shape), of, "embedded-target", folder, name=shape)
+        make_twin(find_shape(shape), of, folder, name=shape)
     else:
         target = find_shape(str(TEXT_MODELS[name.removesuffix("-draft").removesuffix("-parallel")][1]))
         config = replace(find_shape(shape), vocab_size=target.vocab_size)  # engines require the target's vocabulary

@@ -22,7 +22,7 @@ from sameseed.models.config import read_json
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config, read_head_config
 from sameseed.request import SamplingParams
-from sameseed_lab.twin import make_head_twin, make_twin
+from sameseed_lab.twin import make_twin
 
 PROMPTS = random_prompts(2, seed=4)
 GREEDY = SamplingParams(max_tokens=20, seed=6, ignore_eos=True)
@@ -97,7 +97,7 @@ def assert_drafts_alike(small: Path, head: Path, target: Path, twin: Path) -> No
 def test_it_drafts_what_the_small_head_drafts(small: Path, tmp_path: Path, fit: str, head: str) -> None:
     big, num_tokens = FITTING[fit]
     target = make_twin(big, str(small / "target"), tmp_path / "target").folder
-    twin = make_head_twin(big, str(small / head), str(small / "target"), tmp_path / "head", num_tokens=num_tokens)
+    twin = make_twin(big, str(small / head), tmp_path / "head", target=str(small / "target"), num_tokens=num_tokens)
     assert read_head_config(twin.folder) == twin.head.config
     if fit in ("powers of 4", "two copies"):
         assert twin.head.config.draft_vocab_size == num_tokens
@@ -141,7 +141,7 @@ def test_what_has_no_twin(kind: str, small: Path, tmp_path: Path, changes: dict[
         raw = raw_block(kind, MODEL_VOCAB, [0, 2], **{"model_type": "llama", **changes})
         write_head(tmp_path / "head", raw, random_head(parsed(raw)))
     with pytest.raises((ConfigError, VocabularyError), match=named):
-        make_head_twin(FITTING["two copies"][0], str(tmp_path / "head"), str(small / "target"), tmp_path / "out")
+        make_twin(FITTING["two copies"][0], str(tmp_path / "head"), tmp_path / "out", target=str(small / "target"))
     assert not (tmp_path / "out").exists()
 
 
@@ -156,7 +156,7 @@ def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:
         (small / "knows", same, 300, "290 to 290"),
     ):
         with pytest.raises(ConfigError, match=named):
-            make_head_twin(where, str(head), str(small / "target"), tmp_path / "out", num_tokens=tokens)
+            make_twin(where, str(head), tmp_path / "out", target=str(small / "target"), num_tokens=tokens)
 
 
 def test_a_twin_with_padding_is_not_rotated(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

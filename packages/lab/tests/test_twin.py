@@ -184,7 +184,7 @@ def test_it_is_written_in_pieces(
     monkeypatch.setattr(TwinSource, "rows", spy)
     seen: list[tuple[int, int]] = []
     big = FITTING["powers of 4"]
-    twin = make_twin(big, str(sources("plain")), tmp_path / "t", progress=lambda *x: seen.append(x), shard_bytes=10**6)
+    twin = make_twin(big, str(sources("plain")), tmp_path / "t", progress=lambda *x: seen.append(x), shard=10**6)
     assert max(asked) <= 4096
     assert seen[-1][0] == seen[-1][1] == sum(math.prod(s) for s in expected_shapes(twin.layout.config).values())
     index = json.loads((twin.folder / "model.safetensors.index.json").read_text())

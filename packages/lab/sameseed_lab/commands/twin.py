@@ -6,15 +6,12 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from tyro.conf import arg
 
 from sameseed.cli.options import option, parse
 from sameseed.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sameseed_lab.twin import HeadTwin, Twin
 
 OUT_ALIAS = arg(metavar="DIR", aliases=["-o"], help_behavior_hint="")
 
@@ -44,28 +41,29 @@ def run(argv: Seq[str], prog: str) -> int:
     if args.out is None:
         raise ConfigError(f"-o is missing; {example}")
     from sameseed.cli.console import weights_progress
-    from sameseed.models.head_config import is_head
-    from sameseed.models.loader import resolve_model
-    from sameseed_lab.twin import find_shape, make_head_twin, make_twin
+    from sameseed_lab.twin import find_shape, make_twin
 
-    of_head = is_head(resolve_model(args.of))
-    if args.draft_vocab is not None and not of_head:
-        raise ConfigError(f"--draft-vocab is for twins of draft heads, and {args.of} is a model; leave it out")
-    shared: dict[str, Any] = {"seed": args.seed, "overwrite": args.overwrite}
-    twin: Twin | HeadTwin
     with weights_progress(f"twin of {args.of}", args.json) as report:
-        shape, shared = find_shape(args.shape), shared | {"name": args.shape, "progress": report}
-        if of_head:
-            twin = made = make_head_twin(shape, args.of, args.target, args.out, num_tokens=args.draft_vocab, **shared)
-            head = made.head.config
-            facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
-            what = f"an EAGLE-3 head with {head.draft_vocab_size} tokens for the twin of {args.target}"
-            does = f"drafts what {args.of} drafts"
-        else:
-            twin = make_twin(shape, args.of, args.out, **shared)
-            facts, small = twin.layout.as_dict(), twin.layout.small.num_parameters / 1e6
-            what = f"{twin.layout.config.num_parameters / 1e6:,.0f} million parameters"
-            does = f"computes what {args.of} ({small:.1f} million) computes"
+        twin = make_twin(
+            find_shape(args.shape),
+            args.of,
+            args.out,
+            target=args.target,
+            num_tokens=args.draft_vocab,
+            name=args.shape,
+            seed=args.seed,
+            overwrite=args.overwrite,
+            progress=report,
+        )
+    if twin.head is None:
+        facts, small = twin.layout.as_dict(), twin.layout.small.num_parameters / 1e6
+        what = f"{twin.layout.config.num_parameters / 1e6:,.0f} million parameters"
+        does = f"computes what {args.of} ({small:.1f} million) computes"
+    else:
+        head = twin.head.config
+        facts = {"draft_vocab_size": head.draft_vocab_size, "aux_layers": list(head.aux_layers or ())}
+        what = f"an EAGLE-3 head with {head.draft_vocab_size} tokens for the twin of {args.target}"
+        does = f"drafts what {args.of} drafts"
     if args.json:
         print(json.dumps({"folder": str(twin.folder), "bytes": twin.num_bytes, **facts}))
     else:

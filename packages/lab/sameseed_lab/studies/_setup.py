@@ -15,11 +15,9 @@ from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, within
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
-from sameseed.models.head_config import is_head
-from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import sheet
 from sameseed.report.record import model_name
-from sameseed_lab.twin import find_shape, make_head_twin, make_twin
+from sameseed_lab.twin import find_shape, make_twin
 
 GIB = 2**30
 Progress = Callable[[str, int, int], None]
@@ -108,10 +106,7 @@ class StudySetup:
             def report(done: int, total: int) -> None:
                 self.progress(f"twin {shape} (million weights)", done // 10**6, total // 10**6)
 
-            if is_head(resolve_model(of)):
-                make_head_twin(find_shape(shape), of, TARGET, folder, name=shape, progress=report)
-            else:
-                make_twin(find_shape(shape), of, folder, name=shape, progress=report)
+            make_twin(find_shape(shape), of, folder, name=shape, progress=report)
         return str(folder)
 
     def check_memory(self, loaded: Seq[tuple[str, str]]) -> None:

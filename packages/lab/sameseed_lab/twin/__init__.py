@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sameseed.errors import ConfigError
 from sameseed.measure.shapes import NAMES, get_shape
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
+from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
 from sameseed.models.save import SHARD, copy_files, new_folder, source_config
@@ -24,25 +25,16 @@ from sameseed_lab.twin.source import TwinSource
 
 SCHEMA = "sameseed.twin/1"
 RECORD = "twin.json"  # in the twin's folder: where in the twin the small model's weights are
-Texts = tuple[Mapping[str, Any], Mapping[str, Any], str]  # config.json, the record, the model card
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A twin on disk: its folder, its layout, and the bytes of its tensors."""
+    """A twin on disk: its folder, its layout (of a draft head also `head`), and the bytes of its tensors."""
 
     folder: Path
     layout: TwinLayout
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class HeadTwin:
-    """The twin of a draft head on disk."""
-
-    folder: Path
-    head: HeadLayout
-    num_bytes: int
+    head: HeadLayout | None = None
 
 
 def find_shape(name: str) -> ModelConfig:
@@ -56,50 +48,43 @@ def make_twin(
     of: str,
     out: Path,
     *,
+    target: str = "embedded-target",
+    num_tokens: int | None = None,
     name: str = "the shape",
     seed: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
-    shard_bytes: int = SHARD,
+    shard: int = SHARD,
 ) -> Twin:
     """Write a checkpoint with the dimensions of `shape` (called `name`) that computes the function of the model `of`.
 
-    `out` appears only when it is complete; the process needs a few megabytes of memory. `progress(done, total)` counts
-    values. Raises ConfigError if the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too
-    small (before anything is written), ModelLoadError for an invalid source.
+    If `of` is an EAGLE-3 head, the twin drafts for the twin of `target` what the head drafts for `target`;
+    `num_tokens` is the size of its draft vocabulary (None: 32000 if possible). `out` appears only when it is complete;
+    the process needs a few megabytes of memory. `progress(done, total)` counts values. `shard`: most bytes of a file.
+    Raises ConfigError if the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too small
+    (before anything is written), ModelLoadError for an invalid source.
     """
-    with open_twin(shape, of, name, seed) as source:
-        layout = source.layout
-        about = {"of": of, "shape": name, "seed": seed, **layout.as_dict()}
-        texts = layout.raw, about, _card(of, name, layout)
-        size = _write(source, resolve_model(of), out, texts, overwrite, progress, shard_bytes)
-    return Twin(Path(os.path.abspath(out)), layout, size)
-
-
-def make_head_twin(
-    shape: ModelConfig,
-    of: str,
-    target: str,
-    out: Path,
-    *,
-    name: str = "the shape",
-    num_tokens: int | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> HeadTwin:
-    """Write a draft head for the twin of `target` in `shape`. It drafts the same tokens as head `of` for `target`.
-
-    `of`: an EAGLE-3 head. `num_tokens`: size of the draft vocabulary (None: 32000 if possible). Raises what `make_twin`
-    raises.
-    """
-    with open_head_twin(shape, of, target, name, num_tokens, seed) as source:
-        head = source.head
-        about = {"of": of, "target": target, "shape": name, "seed": seed}
-        about |= {**head.layout.as_dict(), "draft_vocab_size": head.num_live}
-        texts = head.raw, about, _head_card(of, target, name)
-        size = _write(source, resolve_model(of), out, texts, overwrite, progress, SHARD)
-    return HeadTwin(Path(os.path.abspath(out)), head, size)
+    small = resolve_model(of)
+    if not is_head(small) and num_tokens is not None:
+        raise ConfigError(f"--draft-vocab is for twins of draft heads, and {of} is a model; leave it out")
+    opened = open_head_twin(shape, of, target, name, num_tokens, seed) if is_head(small) else None
+    with opened or open_twin(shape, of, name, seed) as source:
+        head = source.head if isinstance(source, HeadTwinSource) else None
+        about = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **source.layout.as_dict()}
+        config, card = dict(source.layout.raw), _card(of, name, source.layout)
+        if head is not None:
+            about |= {"target": target, "draft_vocab_size": head.num_live}
+            config, card = head.raw, _head_card(of, target, name)
+        size = num_bytes(source.layout.config, source, source.shapes)
+        check_room(out, size)
+        config["torch_dtype"] = str(source.dtype("q_proj.weight")).removeprefix("torch.")
+        files = {f: json.dumps(table, indent=2) + "\n" for f, table in (("config.json", config), (RECORD, about))}
+        with new_folder(out, overwrite, small) as partial:
+            stream_weights(partial, source.layout.config, source, progress, shard, source.shapes)
+            copy_files(small, partial)
+            for file, text in {**files, "README.md": card}.items():
+                write_file(partial / file, [text.encode()])
+    return Twin(Path(os.path.abspath(out)), source.layout, size, head)
 
 
 @contextmanager
@@ -122,7 +107,7 @@ def open_head_twin(
     num_tokens: int | None = None,
     seed: int = 0,
 ) -> Iterator[HeadTwinSource]:
-    """The weights of `make_head_twin` as a source that computes them on demand. Raises what `make_head_twin` raises."""
+    """The weights of the twin of a head as a source that computes them on demand. Raises what `make_twin` raises."""
     folder = resolve_model(of)
     raw = read_json(folder / "config.json")
     raw = raw.get("transformer_layer_config") or raw
@@ -130,27 +115,6 @@ def open_head_twin(
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
         yield HeadTwinSource(head, own, theirs.small, shapes, at, seed)
-
-
-def _write(
-    source: TwinSource, small: Path, out: Path, texts: Texts, overwrite: bool, progress: Progress | None, shard: int
-) -> int:
-    """Write the weights, copies of the files in folder `small`, config.json, the record and the card.
-
-    Returns the bytes of the tensors.
-    """
-    shape, (config, about, card) = source.layout.config, texts
-    size = num_bytes(shape, source, source.shapes)
-    check_room(out, size)
-    dtype = str(source.dtype("q_proj.weight")).removeprefix("torch.")
-    tables = {"config.json": {**config, "torch_dtype": dtype}, RECORD: {"schema": SCHEMA, **about}}
-    files = {name: json.dumps(table, indent=2) + "\n" for name, table in tables.items()}
-    with new_folder(out, overwrite, small) as partial:
-        stream_weights(partial, shape, source, progress, shard, source.shapes)
-        copy_files(small, partial)
-        for name, text in {**files, "README.md": card}.items():
-            write_file(partial / name, [text.encode()])
-    return size
 
 
 def _head_card(of: str, target: str, name: str) -> str:
