@@ -24,8 +24,8 @@ from sameseed.measure.quality import compare, show, suite
 from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
-from sameseed.measure.quality.variant import Variant, stored
-from sameseed.measure.workload import DEFAULT_PROMPTS
+from sameseed.measure.quality.variant import Variant
+from sameseed.measure.workload import DEFAULT_PROMPTS, stored
 from sameseed.report import record
 
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, besides its length
@@ -53,7 +53,8 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     variant = Variant(model, llm.config.format, llm.config.cache.format)
     with stages("evaluating", args.json) as tick:
         quality = suite.evaluate(llm, tasks, settings, text, tick)
-    config = {"num_parameters": llm.engine.runner.model.config.num_parameters, **stored(llm)}
+    runner = llm.engine.runner
+    config = stored(runner.model, llm.config.format, runner.cache.format)
     found = show.make_record(variant, tasks, settings, text, quality, config)
     keep([found], out, args.json)
     if not args.json:

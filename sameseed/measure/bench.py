@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -22,7 +21,7 @@ from sameseed.engine.policies import make_policy
 from sameseed.errors import RequestError
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.usage import Meter, Usage
-from sameseed.measure.workload import Arm, Workload, spec_as_dict
+from sameseed.measure.workload import Arm, Workload
 from sameseed.models.loader import load_tokenizer, read_config, resolve_model
 from sameseed.request import Completion, Request, SamplingParams, SpecMetrics, TimeSplit
 from sameseed.spec.drafter import LengthPolicy, level_metrics
@@ -261,7 +260,7 @@ class BenchStopped(KeyboardInterrupt):
 def _key(arm: Arm) -> object:
     """Key of an arm's drafter. Arms that differ only in length, confidence, policy or overlap share a drafter."""
     spec = replace(arm.spec, num_draft_tokens=0, confidence=None, policy="fixed", overlap=0)
-    return json.dumps(spec_as_dict(spec), sort_keys=True)
+    return repr(spec)
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:

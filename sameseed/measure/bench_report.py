@@ -11,13 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from sameseed import registry, store
-from sameseed.config import SpecConfig
 from sameseed.engine.alarm import REMEDY, is_useless
 from sameseed.engine.llm import LLM
 from sameseed.measure.bench import Bench, Run
 from sameseed.measure.usage import Usage
-from sameseed.measure.workload import Arm, Workload, spec_as_dict
-from sameseed.models.layers import ModelWeights
+from sameseed.measure.workload import Arm, Workload, spec_as_dict, stored
 from sameseed.models.loader import resolve_model
 from sameseed.report import table as layout
 from sameseed.report.plot import Panel, Series, draw, source
@@ -38,39 +36,16 @@ COUNTED = (  # fields of SpecMetrics that a record holds
 )
 
 
-def speculation(spec: SpecConfig) -> dict[str, object]:
-    """A SpecConfig as plain data for a record: draft models of all levels by name, without paths."""
-    return _anonymous(spec_as_dict(spec))
-
-
-def _anonymous(spec: Any) -> dict[str, object]:
-    changed = dict(spec)
-    if changed.get("draft_model"):
-        changed["draft_model"] = model_name(changed["draft_model"])
-    if "below" in changed:
-        changed["below"] = [_anonymous(b) for b in changed["below"]]
-    return changed
-
-
-def stored_formats(weights: ModelWeights) -> str:
-    """The formats that a model's matrices are stored in, e.g. "int8+q4_1"."""
-    return "+".join(sorted({m.format for m in weights.matrices}))
-
-
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:
     """The resolved configuration of an arm (without "auto" values), for its record."""
     engine, c, params = llm.engine, llm.config, workload.params
-    weights = engine.runner.model.weights
     return {
         "label": arm.label,
         "model": model_name(model),
         "model_digest": store.weights_key(resolve_model(model)),
-        "num_parameters": engine.runner.model.config.num_parameters,
-        **speculation(arm.spec),
+        **stored(engine.runner.model, c.format, engine.runner.cache.format),
+        **spec_as_dict(arm.spec),
         "draft_digest": store.weights_key(resolve_model(arm.spec.model)) if arm.spec.model else None,
-        "format": stored_formats(weights) if c.format == "auto" else c.format,
-        "kv_format": engine.runner.cache.layers[0].format,
-        "backend": engine.runner.model.ops.name,
         "device": c.device,
         "block_size": engine.runner.cache.block_size,
         "num_blocks": engine.runner.cache.num_blocks,
@@ -110,7 +85,9 @@ def make_record(
     batch = int(str(config.get("batch_size", 1)))
     later = [(mine.decoded_per_s(batch), its.decoded_per_s(batch)) for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
-    metrics = runs[0].metrics
+    metrics, usage = runs[0].metrics, Usage()
+    for run in runs:
+        usage.add(run.usage)
     done = [c.metrics for run in runs for c in run.completions]
     return {
         **origin(BENCH_SCHEMA, machine_),
@@ -130,7 +107,7 @@ def make_record(
         "equals_plain": all(equal),
         "time_split": {name: median(_split(run)[name] for run in runs) for name in _split(runs[0])},
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
-        "usage": _usage(runs),
+        "usage": usage.as_dict(sum(run.num_tokens for run in runs)),
         "draft_lengths": runs[0].draft_lengths,
         **_remarks(str(config.get("draft", "none")), runs[0]),
     }
@@ -144,14 +121,6 @@ def _remarks(draft: str, run: Run) -> dict[str, object]:
     if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
         found["useless_draft"] = True
     return found
-
-
-def _usage(runs: Seq[Run]) -> dict[str, float | None]:
-    """Machine usage of all runs together, as plain data."""
-    whole = Usage()
-    for run in runs:
-        whole.add(run.usage)
-    return whole.as_dict(sum(run.num_tokens for run in runs))
 
 
 def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.checks import CHECKS, UNSEEN
 from sameseed.laws.subject import Subject, storeless
-from sameseed.measure.bench_report import SAMPLED, speculation, stored_formats
-from sameseed.measure.workload import prompts_name, read_prompts
+from sameseed.measure.bench_report import SAMPLED
+from sameseed.measure.workload import prompts_name, read_prompts, spec_as_dict, stored
 from sameseed.models.weights import Progress
 from sameseed.report import record
 from sameseed.report.schemas import CERTIFICATE_SCHEMA
@@ -158,11 +158,8 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
         "label": f"{draft_text(spec)} k={spec.num_draft_tokens}",
         "model": record.model_name(asked.model),
         "model_digest": subject.digest,
-        "num_parameters": subject.target.config.num_parameters,
-        **speculation(spec),
-        "format": stored_formats(subject.target.weights) if c.format == "auto" else c.format,
-        "kv_format": subject.kv_format,
-        "backend": subject.target.ops.name,
+        **stored(subject.target, c.format, subject.kv_format),
+        **spec_as_dict(spec),
         "row_invariant": subject.target.ops.row_invariant,
         "device": c.device,
         "device_name": devices.title(c.device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from sameseed.lines import Line, read_lines
 from sameseed.measure import prompt_sets
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality.data import take
+from sameseed.models.decoder import Decoder
+from sameseed.report.record import model_name
 from sameseed.request import MAX_SEED, SamplingParams
 from sameseed.spec.drafter import parse_options
 
@@ -148,11 +150,14 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
     return made
 
 
-def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
-    """A SpecConfig as plain data for a record, with all options. Raises ConfigError or RegistryError for bad ones."""
+def spec_as_dict(spec: SpecConfig) -> dict[str, object]:
+    """A SpecConfig as plain data for a record, with all options, and draft models of all levels by name, without paths.
+
+    Raises ConfigError or RegistryError for bad ones.
+    """
     return {
         "draft": spec.method,
-        "draft_model": spec.model,
+        "draft_model": None if spec.model is None else model_name(spec.model),
         "draft_format": spec.format,
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
@@ -160,4 +165,15 @@ def spec_as_dict(spec: SpecConfig) -> Mapping[str, object]:
         "draft_options": asdict(parse_options(drafter_class(spec), spec.options)),
         **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
+    }
+
+
+def stored(model: Decoder, asked: str, kv_format: str) -> dict[str, object]:
+    """Size, formats and backend of a loaded model for a record; for "auto" the formats of its matrices: "int8+q4_1"."""
+    formats = "+".join(sorted({m.format for m in model.weights.matrices}))
+    return {
+        "num_parameters": model.config.num_parameters,
+        "format": formats if asked == "auto" else asked,
+        "kv_format": kv_format,
+        "backend": model.ops.name,
     }

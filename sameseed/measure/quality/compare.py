@@ -30,8 +30,8 @@ from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, 
 from sameseed.measure.quality.show import make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
-from sameseed.measure.quality.variant import Variant, stored
-from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts
+from sameseed.measure.quality.variant import Variant
+from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts, stored
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.loader import resolve_model, target_scheme
@@ -44,7 +44,7 @@ NEAR_ZERO = 0.05  # acceptance rate below which speculation only costs time
 FAR_BELOW = 0.6  # share of the baseline's acceptance rate, below which a warning is given
 LOST = 1.1  # perplexity over the baseline's, above which a warning is given
 COMPARE_TOKENS = 32768  # default tokens of the perplexity text, limited because several variants read it
-Measured = tuple[dict[str, str], dict[str, Any]]  # formats, figures
+Measured = tuple[dict[str, object], dict[str, Any]]  # formats, figures
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def report(
     for group in groups:
         benches = each(group, partial(_load, spec=spec, prompts=prompts, asked=asked), failed)
         runs = interleave(list(benches.values()), asked.repeat, lambda label: tick()) if benches else {}
-        speeds |= {v: (stored(b.llm), _figures(b, runs, asked.settings.seed)) for v, (b, _) in benches.items()}
+        speeds |= {v: _figures(b, runs, asked.settings.seed) for v, (b, _) in benches.items()}
         del benches
         gc.collect()
     run_id, name = record.now(), draft_text(spec) if spec.model is None else Path(spec.model).name
@@ -221,12 +221,12 @@ def _load(v: Variant, spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing) 
     return bench, workload
 
 
-def _figures(bench: Bench, runs: Mapping[Arm, Seq[Run]], seed: int) -> dict[str, Any]:
-    """Size, speed and acceptance of a variant with its plain and drafted runs."""
+def _figures(bench: Bench, runs: Mapping[Arm, Seq[Run]], seed: int) -> Measured:
+    """Formats, size, speed and acceptance of a variant with its plain and drafted runs."""
     runner, cache = bench.llm.engine.runner, bench.llm.engine.runner.cache
     plain, drafted = (runs[arm] for arm in bench.arms)
     pairs = [(a.tokens_per_s, b.tokens_per_s) for a, b in zip(plain, drafted, strict=True)]
-    return {
+    figures = {
         "weight_bytes": sum(m.nbytes for m in runner.model.weights.matrices),
         "kv_bytes_per_token": cache.nbytes / (cache.num_blocks * cache.block_size),
         "as_target": _acceptance(drafted[0], seed),
@@ -235,6 +235,7 @@ def _figures(bench: Bench, runs: Mapping[Arm, Seq[Run]], seed: int) -> dict[str,
         "repetitions": [{"tokens_per_s": a, "drafted_tokens_per_s": b} for a, b in pairs],
         "equals_plain": all(run.texts == plain[0].texts for run in (*plain, *drafted)),
     }
+    return stored(runner.model, bench.llm.config.format, cache.format), figures
 
 
 def _acceptance(run: Run, seed: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import scheme
-from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
@@ -55,15 +54,3 @@ class Variant:
         folder = resolve_model(self.model)
         files = [folder] if folder.is_file() else next((f for p in WEIGHTS if (f := sorted(folder.glob(p)))), [])
         return sum(f.stat().st_size for f in files)
-
-
-def stored(llm: LLM) -> dict[str, str]:
-    """Formats and backend of a loaded model, for a record. For format "auto": the formats of its matrices."""
-    runner = llm.engine.runner
-    formats = sorted({m.format for m in runner.model.weights.matrices})
-    asked = llm.config.format
-    return {
-        "format": ", ".join(formats) if asked == "auto" else asked,
-        "kv_format": runner.cache.format,
-        "backend": runner.model.ops.name,
-    }

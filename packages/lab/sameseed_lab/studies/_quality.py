@@ -16,8 +16,9 @@ from sameseed.measure.quality.perplexity import perplexity
 from sameseed.measure.quality.show import make_record
 from sameseed.measure.quality.suite import PERPLEXITY, PerplexityText, Quality
 from sameseed.measure.quality.tasks import TaskSettings, humaneval
-from sameseed.measure.quality.variant import Variant, stored
+from sameseed.measure.quality.variant import Variant
 from sameseed.measure.usage import Meter
+from sameseed.measure.workload import stored
 from sameseed.models.loader import resolve_model
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Records, Row, Tell, rows_of
@@ -67,7 +68,8 @@ class QualityCell:
             answers = humaneval(llm, asked, lambda stage, done, total: report(done, total))
             quality = Quality(None, None, (answers,))
             num_tokens = sum(len(llm.tokenizer.encode(a, add_special_tokens=False)) for a in answers.answers)
-        config = {"num_parameters": llm.engine.runner.model.config.num_parameters, **stored(llm)}
+        runner = llm.engine.runner
+        config = stored(runner.model, llm.config.format, runner.cache.format)
         made = make_record(Variant(model, self.format), [self.task], asked, text, quality, config)
         return {**made, "usage": meter.read().as_dict(max(1, num_tokens))}
 
