@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from sameseed import devices, ops
 from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
+from sameseed.fields import check_ranges, within
 from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.checks import CHECKS, UNSEEN
@@ -32,14 +33,15 @@ Tick = Callable[[str, int, int], None]  # name of a check, number of checks done
 
 @dataclass(frozen=True)
 class Asked:
-    """What to certify, as given on the command line."""
+    """What to certify, as given on the command line. Raises ConfigError for a number out of range."""
 
     model: str
     prompts: Path
-    num_prompts: int | None
-    max_tokens: int
-    batch: int
-    effort: Effort
+    num_prompts: int | None = None
+    max_tokens: int = within(32, LEAST_TOKENS)
+    batch: int = within(8, 1)
+    effort: Effort = field(default_factory=lambda: Effort.parse("quick"))
+    __post_init__ = check_ranges
 
 
 @dataclass
@@ -100,12 +102,6 @@ def load_subject(
     if config.spec.method == "none" or config.spec.num_draft_tokens == 0:
         raise ConfigError("speculation is off, so there is nothing to certify; name a draft, e.g. --draft ngram")
     ops.resolve(config.backend, config.device)  # a missing backend or device is reported before anything is loaded
-    if asked.batch < 1:
-        raise ConfigError(f"--batch must be at least 1, got {asked.batch}")
-    if asked.max_tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"--max-tokens must be at least {LEAST_TOKENS}, to leave room for drafts, got {asked.max_tokens}"
-        )
     prompts = read_prompts(asked.prompts, asked.num_prompts)
     loaded = load_parts(asked.model, config, progress)
     limit = config.max_model_len or loaded.target.max_model_len

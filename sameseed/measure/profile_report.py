@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -93,14 +93,13 @@ def _size(count: float) -> str:
 
 
 ROWS = "M: rows in one pass (a draft of M - 1 tokens)"
-STEPS = 64  # points of a line that is straight in M, on a logarithmic axis
 
 
 def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     """Plot a profile as PNG and SVG in the same folder; returns both paths."""
     cached = " and ".join(map(str, sorted({x.context for x in profile.costs})))
     limits = [
-        Series(label, [(m, _limit(points, m)) for m in _fine(points)], limit=True)
+        Series(label, [(p.rows, max(p.memory_ms, p.compute_ms)) for p in points], limit=True)
         for label, points in _curves(profile)
         if len(points) > 1
     ]
@@ -147,19 +146,6 @@ def _series(profile: Profile, y: Callable[[Cost], float]) -> list[Series]:
         )
         for label, points in _curves(profile)
     ]
-
-
-def _fine(points: Seq[Cost]) -> list[float]:
-    first, last = points[0].rows, points[-1].rows
-    return [first * (last / first) ** (i / STEPS) for i in range(STEPS + 1)]
-
-
-def _limit(points: Seq[Cost], rows: float) -> float:
-    """The least milliseconds that reading and arithmetic take, each straight in the number of rows."""
-    first, last = points[0], points[-1]
-    share = (rows - first.rows) / (last.rows - first.rows)
-    memory = first.memory_ms + share * (last.memory_ms - first.memory_ms)
-    return max(memory, first.compute_ms + share * (last.compute_ms - first.compute_ms))
 
 
 def _limits(profile: Profile) -> list[str]:

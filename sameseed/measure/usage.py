@@ -110,16 +110,11 @@ def tree_s(pid: int) -> float | None:
 
 def packages_j() -> float | None:
     """Joules on the energy counters of the CPU's packages; None if unreadable (often only root may read them)."""
+    zones = [zone for zone in POWERCAP.glob("intel-rapl:*") if zone.name.count(":") == 1]
     try:
-        counted = [int((zone / "energy_uj").read_text()) for zone in _zones()]
+        return sum(int((zone / "energy_uj").read_text()) for zone in zones) / 1e6 if zones else None
     except (OSError, ValueError):
         return None
-    return sum(counted) / 1e6 if counted else None
-
-
-@cache
-def _zones() -> tuple[Path, ...]:
-    return tuple(z for z in POWERCAP.glob("intel-rapl:*") if z.name.count(":") == 1)
 
 
 @cache
@@ -154,21 +149,14 @@ def _gpu_share() -> float | None:
     return None if rates is None else rates.gpu / 100
 
 
-STATUS = Path("/proc/self/status")
-
-
 def resident(device: str = "cpu") -> int:
     """Bytes resident now; if the system does not tell, the peak since the process started."""
-    if device != "cpu":
-        return int(torch.cuda.memory_allocated(device))
-    return _status("VmRSS") or _ever()
+    return _status("VmRSS") if device == "cpu" else int(torch.cuda.memory_allocated(device))
 
 
 def peak(device: str = "cpu") -> int:
     """Peak resident bytes since `reset_peak`, or since the process started if `reset_peak` had no effect."""
-    if device != "cpu":
-        return int(torch.cuda.max_memory_allocated(device))
-    return _status("VmHWM") or _ever()
+    return _status("VmHWM") if device == "cpu" else int(torch.cuda.max_memory_allocated(device))
 
 
 def reset_peak(device: str = "cpu") -> None:
@@ -180,15 +168,10 @@ def reset_peak(device: str = "cpu") -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(name: str) -> int | None:
-    try:
-        for line in STATUS.read_text().splitlines():
+def _status(name: str) -> int:
+    """Bytes that the system tells of this process; where it does not, the peak since the process started."""
+    with suppress(OSError):
+        for line in (PROC / "self" / "status").read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _ever() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -279,7 +279,7 @@ def test_first_guesses_are_counted_as_they_are_checked(pair):
         (["--draft", "nowhere"], "no drafter"), (["--draft", "none"], "nothing to certify"),
         (["--k", "0"], "nothing to certify"), (["--num-prompts", "0"], "--num-prompts"),
         (["--prompts", "{tmp}/missing.jsonl"], "cannot read"), (["--prompts", "{tmp}/empty.txt"], "holds no prompts"),
-        (["--max-tokens", "2"], "--max-tokens must be at least 8"), (["--batch", "0"], "--batch"),
+        (["--max-tokens", "2"], "max_tokens must be at least 8"), (["--batch", "0"], "batch must be at least 1"),
         (["--html", "{tmp}/file.txt/page.html"], "--html"), (["--device", "gpu"], "use cpu, cuda, or cuda:N"),
         (["--device", "cpu", "--backend", "triton"], "backend 'triton'"), (["--only", "L3", "L4"], "no check 'L4'"),
     ],

@@ -46,18 +46,13 @@ def test_launches_of_kernels(pair_folders):
 
 def test_energy_of_the_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(usage, "POWERCAP", tmp_path)
-    usage._zones.cache_clear()
-    try:
-        assert packages_j() is None, "no such folder: not readable"
-        for name, value in (("intel-rapl:0", "3000000"), ("intel-rapl:1", "1500000"), ("intel-rapl:0:0", "7")):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "energy_uj").write_text(f"{value}\n")
-        usage._zones.cache_clear()
-        assert packages_j() == 4.5, "packages, without the parts inside them"
-        meter = Meter()
-        (tmp_path / "intel-rapl:0" / "energy_uj").write_text("5000000")
-        assert meter.read().cpu_j == 2.0
-        (tmp_path / "intel-rapl:0" / "energy_uj").write_text("0")
-        assert meter.read().cpu_j is None, "the counter began anew"
-    finally:
-        usage._zones.cache_clear()
+    assert packages_j() is None, "no such folder: not readable"
+    for name, value in (("intel-rapl:0", "3000000"), ("intel-rapl:1", "1500000"), ("intel-rapl:0:0", "7")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{value}\n")
+    assert packages_j() == 4.5, "packages, without the parts inside them"
+    meter = Meter()
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("5000000")
+    assert meter.read().cpu_j == 2.0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("0")
+    assert meter.read().cpu_j is None, "the counter began anew"
