@@ -22,9 +22,9 @@ from sameseed.cli.options import EngineChoice, Parsed, draft_choice, words
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import compare, show, suite
 from sameseed.measure.quality.compare import Comparing
+from sameseed.measure.quality.show import Variant
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
-from sameseed.measure.quality.variant import Variant
 from sameseed.measure.workload import DEFAULT_PROMPTS, stored
 from sameseed.report import record
 

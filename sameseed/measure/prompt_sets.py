@@ -68,14 +68,6 @@ class Prompt:
         return tuple(tokenizer.chat(messages))
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """A published data set, and the function that reads prompts from its file."""
-
-    data: DataSet
-    read: Callable[[Path], Iterator[Prompt]]
-
-
 def _wikitext(path: Path) -> Iterator[Prompt]:
     """Rows of at least 128 words (hence at least 128 tokens in any vocabulary), cut to 128 tokens."""
     for number, line in enumerate(data.text_lines(path), 1):
@@ -108,20 +100,20 @@ def _humaneval(path: Path) -> Iterator[Prompt]:
         yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
 
 
-SETS = {
-    "wikitext": PromptSet(data.TEXT, _wikitext),
-    "spec-bench": PromptSet(SPEC_BENCH, partial(_turns, SPEC_BENCH)),
-    "mt-bench": PromptSet(MT_BENCH, partial(_turns, MT_BENCH)),
-    "gsm8k": PromptSet(data.GSM8K, _gsm8k),
-    "humaneval": PromptSet(data.HUMANEVAL, _humaneval),
+SETS: dict[str, tuple[DataSet, Callable[[Path], Iterator[Prompt]]]] = {  # the data, and what reads prompts from it
+    "wikitext": (data.TEXT, _wikitext),
+    "spec-bench": (SPEC_BENCH, partial(_turns, SPEC_BENCH)),
+    "mt-bench": (MT_BENCH, partial(_turns, MT_BENCH)),
+    "gsm8k": (data.GSM8K, _gsm8k),
+    "humaneval": (data.HUMANEVAL, _humaneval),
 }
 
 
-def parse(source: str) -> tuple[str, str, str] | None:
-    """Name, task and place of NAME[/TASK][:PLACE]; None if there is no set of that name."""
-    known, _, place = source.partition(":")
+def parse(source: Path) -> tuple[str, str, str] | None:
+    """Name, task and place of NAME[/TASK][:PLACE]; None for a file, or if there is no set of that name."""
+    known, _, place = str(source).partition(":")
     name, _, task = known.partition("/")
-    return (name, task, place) if name in SETS else None
+    return (name, task, place) if name in SETS and not source.is_file() else None
 
 
 def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
@@ -129,18 +121,16 @@ def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
 
     Raises ConfigError that says what to fetch, or for an unknown task.
     """
-    found = SETS[name]
-    path = Path(place)
+    (source, reader), path = SETS[name], Path(place)
     if not path.is_file():
-        path = data.locate(found.data, path if place else None, f"--prompts {name}:DIR")
+        path = data.locate(source, path if place else None, f"--prompts {name}:DIR")
     try:
-        prompts = list(found.read(path))
+        prompts = list(reader(path))
     except ConfigError as error:
         raise ConfigError(f"--prompts {name}: {error}") from None
+    if not prompts:
+        raise ConfigError(f"{path} holds no row of {name} that is long enough ({ROW} words); is it the right file?")
     tasks = sorted({p.domain for p in prompts})
     if task and task not in tasks:
         raise ConfigError(f"--prompts {name}/{task}: no such task; there are {', '.join(tasks)}")
-    chosen = [p for p in prompts if not task or p.domain == task]
-    if not chosen:
-        raise ConfigError(f"{path} holds no row of {name} that is long enough ({ROW} words); is it the right file?")
-    return chosen
+    return [p for p in prompts if not task or p.domain == task]

@@ -24,7 +24,7 @@ DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
 
 def prompts_name(source: Path) -> str:
     """The name of prompts in records: a file's name, or a prompt set's name with its task."""
-    found = None if source.is_file() else prompt_sets.parse(str(source))
+    found = prompt_sets.parse(source)
     return source.name if found is None else "/".join(filter(None, found[:2]))
 
 
@@ -35,7 +35,7 @@ def read_prompts(source: Path, limit: int | None = None) -> list[Prompt]:
     per line. Sets are named as `prompt_sets.parse` reads them. `limit`: number of prompts to take, spread evenly so
     that every domain stays in. Raises ConfigError with the line, or with what to fetch.
     """
-    found = None if source.is_file() else prompt_sets.parse(str(source))
+    found = prompt_sets.parse(source)
     prompts = _read_file(source) if found is None else prompt_sets.read(*found)
     if limit is not None and limit < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {limit}")

@@ -27,10 +27,9 @@ from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality import suite
 from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
-from sameseed.measure.quality.show import make_record
+from sameseed.measure.quality.show import Variant, make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
-from sameseed.measure.quality.variant import Variant
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts, stored
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,11 +49,11 @@ GSM8K = DataSet(
     ("openai/gsm8k", "main/test-00000-of-00001.parquet"),
     {"question": str, "answer": str},
 )
-GSM8K_SHOTS = DataSet(
-    "gsm8k examples",
-    ("gsm8k-train.jsonl",),
-    ("openai/gsm8k", "main/train-00000-of-00001.parquet"),
-    {"question": str, "answer": str},
+GSM8K_SHOTS = replace(
+    GSM8K,
+    name="gsm8k examples",
+    files=("gsm8k-train.jsonl",),
+    hub=("openai/gsm8k", "main/train-00000-of-00001.parquet"),
 )
 MMLU_PRO = DataSet(
     "mmlu_pro",
@@ -110,8 +110,11 @@ def read_text(path: Path) -> str:
 
 def read_rows(path: Path, data: DataSet) -> list[Row]:
     """The rows of a set, each checked. Raises ConfigError naming the invalid row."""
-    rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
     assert data.fields is not None
+    if path.suffix == ".parquet":
+        rows = _parquet(path)
+    else:  # split at "\n" only: strings may contain other characters that `splitlines` treats as line ends
+        rows = [(f"{path}:{number}", row) for number, row in objects(read_text(path).split("\n"), path)]
     needed = f"{data.name} needs the fields {', '.join(data.fields)}"
     for where, row in rows:
         if not isinstance(row, dict):
@@ -122,11 +125,6 @@ def read_rows(path: Path, data: DataSet) -> list[Row]:
     if not rows:
         raise ConfigError(f"{path} holds no rows; {needed}")
     return [row for _, row in rows]
-
-
-def _json_lines(path: Path) -> list[tuple[str, Any]]:
-    # Split at "\n" only: strings may contain other characters that `splitlines` treats as line ends.
-    return [(f"{path}:{number}", row) for number, row in objects(read_text(path).split("\n"), path)]
 
 
 def _parquet(path: Path) -> list[tuple[str, Any]]:

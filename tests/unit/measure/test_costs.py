@@ -9,7 +9,7 @@ from fixtures_models import backends
 
 from sameseed import devices, registry
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.measure import grid, limits, profiler, shapes
+from sameseed.measure import limits, passes, profiler, shapes
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, TimedModel, least_work
@@ -163,8 +163,8 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch):
 
 def test_passes_run_as_verification_does(monkeypatch):
     """One pending token and a chain after it, logits of all rows; blocks are freed, no row stays cached."""
-    x = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny").candidates[0]
-    p = profiler.Profiler(grid.ProfileGrid(**SMALL), "tiny")
+    x = profiler.Profiler(passes.ProfileGrid(**SMALL), "tiny").candidates[0]
+    p = profiler.Profiler(passes.ProfileGrid(**SMALL), "tiny")
     subject = p._load(x, lambda *args: None)
     forward, seen = subject.runner.forward, list[tuple[int, ...]]()
 

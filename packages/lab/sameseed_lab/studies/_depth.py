@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sameseed.measure.costs import Profile
-from sameseed.measure.grid import ProfileGrid
+from sameseed.measure.passes import ProfileGrid
 from sameseed.measure.profiler import Profiler
 from sameseed.measure.shapes import get_shape, shape_as_dict
 from sameseed.measure.usage import Meter

@@ -13,10 +13,9 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import data
 from sameseed.measure.quality.perplexity import perplexity
-from sameseed.measure.quality.show import make_record
+from sameseed.measure.quality.show import Variant, make_record
 from sameseed.measure.quality.suite import PERPLEXITY, PerplexityText, Quality
 from sameseed.measure.quality.tasks import TaskSettings, humaneval
-from sameseed.measure.quality.variant import Variant
 from sameseed.measure.usage import Meter
 from sameseed.measure.workload import stored
 from sameseed.models.loader import resolve_model

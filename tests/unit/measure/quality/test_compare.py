@@ -11,7 +11,7 @@ from sameseed.measure.quality import compare, show
 from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
-from sameseed.measure.quality.variant import Variant
+from sameseed.measure.quality.show import Variant
 
 
 @pytest.fixture(scope="module")
