@@ -1,7 +1,7 @@
 """The process that runs generated code: it restricts itself, runs the code, and reports the result.
 
 `sandbox.run` starts it as a script with only the standard library; it is never imported. It reads one JSON line from
-standard input, and writes its answer to the pipe named in that line.
+standard input, and writes its answer to standard output.
 """
 
 from __future__ import annotations
@@ -97,9 +97,13 @@ def take_away() -> None:
 
 
 def main() -> None:
-    """Run program.py in the working directory; write the token, a newline and the error, if any, to the pipe."""
+    """Run program.py in the working directory; write the token, a newline and the error, if any, to standard output.
+
+    The program's own output goes nowhere.
+    """
     job = json.loads(sys.stdin.readline())
-    sys.stdin = io.StringIO("")
+    sys.stdin, output = io.StringIO(""), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     isolate()
     limit(job["limits"])
     watch(os.getcwd())
@@ -111,7 +115,7 @@ def main() -> None:
         runpy.run_path("program.py", run_name="program")
     except BaseException as fault:  # SystemExit too: a program that leaves early has not passed its tests
         error = f"{type(fault).__name__}: {fault}"[:400]
-    write(job["pipe"], f"{job['token']}\n{error}".encode("utf-8", "replace"))
+    write(output, f"{job['token']}\n{error}".encode("utf-8", "replace"))
     leave(0)  # skips atexit handlers, and ends all threads
 
 

@@ -57,47 +57,31 @@ def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
     token, answer = secrets.token_hex(16), b""
-    reading, writing = os.pipe()
-    try:
-        with tempfile.TemporaryDirectory(prefix="sameseed-", ignore_cleanup_errors=True) as folder:
-            Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
-            job = {"pipe": writing, "token": token, "limits": {**RLIMITS, "CPU": math.ceil(seconds)}}
-            ended = _start(folder, writing, json.dumps(job), seconds)
-        os.set_blocking(reading, False)  # a leftover process of the program may still hold the other end
-        with suppress(BlockingIOError):
-            answer = os.read(reading, 1 << 16)
-    finally:
-        os.close(reading)
-        os.close(writing)
+    job = json.dumps({"token": token, "limits": {**RLIMITS, "CPU": math.ceil(seconds)}})
+    with tempfile.TemporaryDirectory(prefix="sameseed-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(GUARD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"HOME": folder, "TMPDIR": folder, "PATH": "", "LANG": "C.UTF-8"},
+            start_new_session=True,
+        ) as process:
+            try:
+                answer, _ = process.communicate(f"{job}\n".encode(), timeout=seconds)
+                code = process.returncode
+                ended = f"ended by signal {-code}" if code < 0 else f"left with exit code {code}"
+            except subprocess.TimeoutExpired:
+                ended = f"no end after {seconds:g} s"
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
     said, _, error = answer.partition(b"\n")  # the program may have written anything: check the token
     if said == token.encode():
         return SandboxOutcome(not error, error.decode(errors="replace") or None)
     return SandboxOutcome(False, ended)
-
-
-def _start(folder: str, pipe: int, job: str, seconds: float) -> str:
-    """Run the guard process; returns how it ended, in words."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(GUARD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(pipe,),
-        cwd=folder,
-        env={"HOME": folder, "TMPDIR": folder, "PATH": "", "LANG": "C.UTF-8"},
-        start_new_session=True,
-    )
-    try:
-        with suppress(BrokenPipeError):
-            process.communicate(f"{job}\n".encode(), timeout=seconds)
-        code = process.wait(timeout=seconds)
-        return f"ended by signal {-code}" if code < 0 else f"left with exit code {code}"
-    except subprocess.TimeoutExpired:
-        return f"no end after {seconds:g} s"
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) -> list[SandboxOutcome]:
