@@ -41,7 +41,9 @@ class Asked:
     max_tokens: int = within(32, LEAST_TOKENS)
     batch: int = within(8, 1)
     effort: Effort = field(default_factory=lambda: Effort.parse("quick"))
-    __post_init__ = check_ranges
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass

@@ -205,20 +205,20 @@ class Profile:
                 f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
             )
         try:
-            shared = {name: data[name] for name in SHARED} | {"limits": Limits.from_dict(data["limits"])}
+            shared: dict[str, Any] = {name: data[name] for name in SHARED}
+            shared["limits"] = Limits.from_dict(data["limits"])
             target, *draft = (
                 cls(
-                    part["shape"],
-                    **{name: tuple(kind(**x) for x in part[name]) for name, kind in PARTS.items()},
-                    **shared,
+                    shape=part["shape"], **shared, **{n: tuple(kind(**x) for x in part[n]) for n, kind in PARTS.items()}
                 )
                 for part in (data, data["draft"])
                 if part is not None
             )
-            passes = [x for part in (target, *draft) for x in (*part.costs, *part.prefill, *part.batch)]
-            sizes = [vars(x).get(name, 1) for x in passes for name in ("rows", "tokens", "batch_size")]
-            if not all(0 < x.ms < MOST_MS for x in passes) or min(sizes, default=1) < 1:
-                raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
+            for part in (target, *draft):
+                passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]
+                passes += [(x.batch_size, x.ms) for x in part.batch]
+                if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
+                    raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
             return replace(target, draft=draft[0] if draft else None)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None

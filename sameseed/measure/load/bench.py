@@ -130,7 +130,9 @@ class LoadSettings:
     max_retries: int = within(5, 0)
     strict: bool = False
     fit: bool = False
-    __post_init__ = check_ranges
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def count(self, level: LoadLevel) -> int:
         """Number of requests in one repetition at a level."""

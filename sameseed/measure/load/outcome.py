@@ -153,9 +153,9 @@ class Bounds:
 
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     """Mean and percentiles (linear interpolation) in milliseconds; all None if there are no values."""
-    values = [np.mean(seconds), *np.percentile(seconds, PERCENTILES)] if seconds else []
     names = ("mean", *(f"p{p}" for p in PERCENTILES))
-    return dict(zip(names, [float(1e3 * v) for v in values] or [None] * len(names)))
+    values = [np.mean(seconds), *np.percentile(seconds, PERCENTILES)] if seconds else [None] * len(names)
+    return {name: None if v is None else float(1e3 * v) for name, v in zip(names, values)}
 
 
 def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:

@@ -155,7 +155,9 @@ class PerplexityText:
     window: int = within(WINDOW, 2)
     stride: int = within(STRIDE, 1)
     tokens: int | None = within(None, 2)
-    __post_init__ = check_ranges
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def read(self, folder: Path | None) -> tuple[str, str]:
         """The text and its name. Raises ConfigError."""

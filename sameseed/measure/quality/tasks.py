@@ -41,7 +41,9 @@ class TaskSettings:
     top_p: float = 1.0
     max_tokens: int | None = None
     seed: int = 0
-    __post_init__ = check_ranges
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
         """Sampling parameters for a task with its own length limit `max_tokens` and stop strings `stop`."""
