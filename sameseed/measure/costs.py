@@ -208,9 +208,7 @@ class Profile:
             shared: dict[str, Any] = {name: data[name] for name in SHARED}
             shared["limits"] = Limits.from_dict(data["limits"])
             target, *draft = (
-                cls(
-                    shape=part["shape"], **shared, **{n: tuple(kind(**x) for x in part[n]) for n, kind in PARTS.items()}
-                )
+                cls(part["shape"], **shared | {n: tuple(kind(**x) for x in part[n]) for n, kind in PARTS.items()})
                 for part in (data, data["draft"])
                 if part is not None
             )
