@@ -8,7 +8,7 @@ from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure import bench_report as report
 from sameseed.measure.bench import Bench, Run
-from sameseed.measure.bench_report import config_as_dict, make_record, make_records, speculation
+from sameseed.measure.bench_report import config_as_dict, make_record, make_records
 from sameseed.measure.workload import Arm, Workload, arms, read_prompts, spec_as_dict
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, SpecMetrics
@@ -198,7 +198,7 @@ def test_heads_are_named_as_what_they_are():
 def test_records_hold_no_path_on_any_level(tmp_path):
     (tmp_path / "small").mkdir()
     below = (SpecConfig("suffix"), SpecConfig("draft_model", str(tmp_path / "small")))
-    held = speculation(SpecConfig("first", below=below))
+    held = spec_as_dict(SpecConfig("first", below=below))
     assert str(tmp_path) not in json.dumps(held)
     assert '"small"' in json.dumps(held)
 

@@ -9,9 +9,9 @@ from lawkit import write_model
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure.quality import compare, show
 from sameseed.measure.quality.compare import Comparing
+from sameseed.measure.quality.show import Variant
 from sameseed.measure.quality.suite import PerplexityText
 from sameseed.measure.quality.tasks import TaskSettings
-from sameseed.measure.quality.show import Variant
 
 
 @pytest.fixture(scope="module")
