@@ -53,8 +53,7 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     variant = Variant(model, llm.config.format, llm.config.cache.format)
     with stages("evaluating", args.json) as tick:
         quality = suite.evaluate(llm, tasks, settings, text, tick)
-    runner = llm.engine.runner
-    config = stored(runner.model, llm.config.format, runner.cache.format)
+    config = stored(llm.engine.runner.model, llm.config.format, llm.engine.runner.cache.format)
     found = show.make_record(variant, tasks, settings, text, quality, config)
     keep([found], out, args.json)
     if not args.json:
