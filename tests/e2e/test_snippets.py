@@ -105,7 +105,7 @@ def flags_of(command: str) -> set[str]:
     """The flags in a command's help."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
-        cli._run(command.split()[0], [*command.split()[1:], "--help"])
+        cli._command(command.split()[0], [*command.split()[1:], "--help"])
     return set(FLAG.findall(shown.getvalue()))
 
 
