@@ -14,7 +14,7 @@ import torch
 
 from sameseed.formats._memory import reserved
 from sameseed.kvcache.blocks import MOST_UNSETTLED, BlockManager
-from sameseed.ops._delta import StateLayer
+from sameseed.ops._rows import StateLayer
 from sameseed.request import Sequence
 
 LOG_ROWS = MOST_UNSETTLED + 8  # of a slot; convolutions look back on at most 8 columns

@@ -30,10 +30,18 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
-from sameseed.ops._delta import DeltaWeights
-from sameseed.ops._experts import TILE as TILE, ExpertWeights, parted
 from sameseed.ops._launches import num_launches
-from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
+from sameseed.ops._rows import (
+    TILE as TILE,
+    DeltaWeights,
+    ExpertWeights,
+    RowSource,
+    Then,
+    gated_rows,
+    normed_rows,
+    parted,
+    plain_rows,
+)
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""KV cache and attention ops of the CPU backend: they check shapes and types and call the native kernels."""
+"""Ops of the CPU backend on caches and recurrent states: they check shapes and types and call the native kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops._native_rows import CODES, F32, NOW, Executor, address, check_fit, described, floats, ints, vector
+from sameseed.ops._native_rows import CODES, F32, NOW, Executor, check_fit, described, floats, ints, native, vector
+from sameseed.ops._rows import DeltaWeights, StateLayer
 from sameseed.scheme import KVLayer
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -61,17 +62,9 @@ def _describe_cache(layer: KVLayer) -> _native.Cache:
         if scale is None or scale.dtype is not F32 or not scale.is_contiguous():
             raise TypeError(f"scales of a KV cache in {layer.format} must be contiguous float32 tensors")
         check_fit("scales", scale.shape, k.shape[:3])
-    k_scale, v_scale = (address(x) for x in scales or (None, None))
-    return _native.Cache(
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_slots=num_blocks * block_size,
-        kv_heads=kv_heads,
-        dim=_head_dim(code, width),
-        format=code,
-    )
+    shape = {"num_slots": num_blocks * block_size, "kv_heads": kv_heads, "dim": _head_dim(code, width), "format": code}
+    k_scale, v_scale = scales or (None, None)
+    return native(_native.Cache, k=k, v=v, k_scale=k_scale, v_scale=v_scale, **shape)
 
 
 def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
@@ -82,8 +75,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     k, v, slots = floats(k), floats(v), ints(slots)
     check_fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
     check_fit("v", v.shape, k.shape)
-    k_at, v_at, slots_at = k.data_ptr(), v.data_ptr(), slots.data_ptr()
-    _native.store_kv(k_at, k.stride(0), v_at, v.stride(0), _cache(layer), slots_at, k.shape[0])
+    native(_native.store_kv, k, k.stride(0), v, v.stride(0), _cache(layer), slots, k.shape[0])
 
 
 def rope_store(
@@ -94,8 +86,8 @@ def rope_store(
     table: Tensor,
     norms: tuple[Tensor, ...] | None = None,
     eps: float = 0.0,
-    on: Executor = NOW,
     stores: bool = True,
+    on: Executor = NOW,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H + 2 Hk) D], store k and v in the cache, return q [T, H, D] (`Ops.rope_store`).
 
@@ -111,25 +103,10 @@ def rope_store(
     q_norm, k_norm, v_norm = (vector("norm weights", x, dim) for x in (*(norms or ()), None, None, None)[:3])
     table = table.contiguous()
     out = on.empty(rows, heads, dim)
-    on.calls.rope_store(
-        _native.RopeStore(
-            qkv=qkv.data_ptr(),
-            stride=qkv.stride(0),
-            heads=heads,
-            q_norm=address(q_norm),
-            k_norm=address(k_norm),
-            v_norm=address(v_norm),
-            stores=stores,
-            eps=eps,
-            positions=positions.data_ptr(),
-            table=table.data_ptr(),
-            table_rows=table.shape[0],
-            slots=slots.data_ptr(),
-            cache=_cache(layer),
-            q_out=out.data_ptr(),
-            rows=rows,
-        )
-    )
+    norm_weights = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": eps}
+    where = {"positions": positions, "table": table, "table_rows": table.shape[0], "slots": slots}
+    fields = {"qkv": qkv, "stride": qkv.stride(0), "heads": heads, "stores": stores, "q_out": out, "rows": rows}
+    on.calls.rope_store(native(_native.RopeStore, cache=_cache(layer), **fields, **where, **norm_weights))
     return out
 
 
@@ -137,7 +114,7 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
     src, dst = ints(src), ints(dst)
     check_fit("targets", dst.shape, src.shape)
-    _native.move_kv(_cache(layer), src.data_ptr(), dst.data_ptr(), src.shape[0])
+    native(_native.move_kv, _cache(layer), src, dst, src.shape[0])
 
 
 def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -182,29 +159,64 @@ def attention(
         shapes = f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)}"
         raise ValueError(f"{shapes} (head dim at most {_MAX_DIM})")
     positions, offsets, kv_lens, tables, mask = _batch(batch, rows)
-    sequences = _native.Sequences(
-        row_offsets=offsets.data_ptr(),
-        kv_lens=kv_lens.data_ptr(),
-        block_tables=tables.data_ptr(),
-        count=tables.shape[0],
-        table_stride=tables.shape[1],
-        rows=rows,
-    )
-    out = on.empty(rows, heads, dim)
+    shape = {"count": tables.shape[0], "table_stride": tables.shape[1], "rows": rows}
+    sequences = native(_native.Sequences, row_offsets=offsets, kv_lens=kv_lens, block_tables=tables, **shape)
+    out, sinks = on.empty(rows, heads, dim), vector("sinks", sinks, heads)
     on.calls.attention(
-        _native.Attention(
-            q=q.data_ptr(),
+        native(
+            _native.Attention,
+            q=q,
             stride=q.stride(0),
             heads=heads,
             cache=_cache(layer),
             block_size=block_size,
-            positions=positions.data_ptr(),
-            tree_mask=address(mask),
+            positions=positions,
+            tree_mask=mask,
             sequences=sequences,
             scale=scale,
             window=_NO_WINDOW if window is None else window,
-            out=out.data_ptr(),
-            sinks=address(vector("sinks", sinks, heads)),
+            out=out,
+            sinks=sinks,
         )
     )
+    return out
+
+
+def take(x: Tensor, index: Tensor, on: Executor = NOW) -> Tensor:
+    """Columns `index` int32 [n] of x [T, K], in this order: [T, n]."""
+    x, index = floats(x), ints(index)
+    out = on.empty(x.shape[0], len(index))
+    fields = {"x": x, "stride": x.stride(0), "index": index, "width": len(index), "out": out, "rows": x.shape[0]}
+    on.calls.take(native(_native.Take, **fields))
+    return out
+
+
+def gate(x: Tensor, gates: Tensor, heads: int, on: Executor = NOW) -> Tensor:
+    """x [T, H D] times the sigmoid of its heads' gates, the last D columns of each head of gates [T, ...]."""
+    x, gates = floats(x), floats(gates)
+    rows, dim, apart = x.shape[0], x.shape[1] // heads, gates.shape[1] // heads
+    out = on.empty(rows, heads * dim)
+    first = gates.data_ptr() + (apart - dim) * gates.element_size()
+    shape = {"heads": heads, "dim": dim, "apart": apart, "rows": rows, "out": out}
+    on.calls.gate(native(_native.SigmoidGate, x=x, gate=first, stride=gates.stride(0), **shape))
+    return out
+
+
+def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch, on: Executor = NOW) -> Tensor:
+    """Gated DeltaNet of rows x, as `reference.delta`. Raises IndexError for rows that do not fit the states."""
+    x = floats(x)
+    slots, heads, depth, dim = layer.state.shape
+    taps, width = w.conv.shape
+    check_fit("rows", x.shape[1], width + heads * dim + 2 * heads)
+    check_fit("log", layer.log.shape[2], width + 2 * heads)
+    if dim % 16 or depth % 2 or (width - heads * dim) % (2 * depth) or taps > 8:
+        raise ValueError(f"states of {depth} x {dim} values and {taps} columns have no kernel")
+    offsets, positions, states = ints(batch.row_offsets), ints(batch.positions), batch.states
+    out = on.empty(x.shape[0], 2 * heads * dim)
+    weights = {"conv": w.conv, "decay": w.decay, "bias": w.bias, "norm": w.norm, "eps": w.eps, "tiled": w.tiled}
+    kept = {"state": layer.state, "log": layer.log, "slots": slots, "log_rows": layer.log.shape[1], "states": states}
+    sizes = {"taps": taps, "key_heads": (width - heads * dim) // (2 * depth), "value_heads": heads}
+    sizes |= {"key_dim": depth, "value_dim": dim, "num_seqs": len(offsets) - 1, "rows": x.shape[0]}
+    where = {"x": x, "stride": x.stride(0), "row_offsets": offsets, "positions": positions, "out": out}
+    on.calls.delta(native(_native.DeltaRule, **where, **weights, **kept, **sizes))
     return out

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sameseed.ops import _outliers, _packed, _super
-from sameseed.ops._experts import ExpertWeights
-from sameseed.ops._rows import RowSource, plain_rows
+from sameseed.ops import _packed, _super
+from sameseed.ops._rows import ExpertWeights, RowSource, Views, outlier_product, outlier_views, plain_rows
 from sameseed.scheme import KQUANTS, QuantTensor, round_rows
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -28,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 F32 = torch.float32
 _weights: dict[int, _native.Weight] = {}  # native descriptions, by id of the QuantTensor while it exists
 _sets: dict[int, _native.ExpertSet] = {}  # by id of the ExpertWeights while it exists
-_views: dict[int, _outliers.Views] = {}  # by id of the QuantTensor while it exists
+_views: dict[int, Views] = {}  # by id of the QuantTensor while it exists
 
 
 class Executor(NamedTuple):
@@ -56,18 +55,22 @@ def ints(x: Tensor) -> Tensor:
     return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
-def address(x: Tensor | None) -> int:
-    """The address of a tensor; 0 for None."""
-    return 0 if x is None else x.data_ptr()
+T = TypeVar("T")
+
+
+def native(call: Callable[..., T], *args: Any, **fields: Any) -> T:
+    """A function or a struct of the native module, with tensors given by their addresses, and None by 0."""
+
+    def plain(x: Any) -> Any:
+        return x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x
+
+    return call(*map(plain, args), **{name: plain(x) for name, x in fields.items()})
 
 
 def check_fit(what: str, got: object, wanted: object) -> None:
     """Raise ValueError if two shapes differ."""
     if got != wanted:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
-
-
-T = TypeVar("T")
 
 
 def described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
@@ -113,16 +116,15 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
     return _packed.native_weight(w, CODES[w.format], weight, weight.stride(0))
 
 
-def embedding(token_ids: Tensor, w: QuantTensor, on: Executor = NOW, scale: float = 1.0) -> Tensor:
+def embedding(token_ids: Tensor, w: QuantTensor, scale: float = 1.0, on: Executor = NOW) -> Tensor:
     """Rows token_ids [T] of an embedding [V, C], times `scale`, as float32 [T, C].
 
     Raises IndexError for ids outside 0..V-1.
     """
     ids = ints(token_ids)
-    rows = ids.shape[0]
-    out = on.empty(rows, w.shape[1])
-    where = {"token_ids": ids.data_ptr(), "out": out.data_ptr()}
-    on.calls.embedding(_native.Embedding(**where, weight=_weight(w), scale=scale, rows=rows))
+    out = on.empty(ids.shape[0], w.shape[1])
+    fields = {"token_ids": ids, "out": out, "weight": _weight(w), "scale": scale, "rows": ids.shape[0]}
+    on.calls.embedding(native(_native.Embedding, **fields))
     return out
 
 
@@ -143,7 +145,7 @@ def product(
     """
     if w.activations == "outliers":
         x = rows.prepared(rms_norm, silu_mul, gelu_mul)
-        return _outliers.product(product, x, described(_views, w, _outliers.views), bias, residual)
+        return outlier_product(product, x, described(_views, w, outlier_views), bias, residual)
     if w.activations == "fp8":
         rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul, gelu_mul), w.group))
     outputs, depth = w.shape
@@ -156,29 +158,24 @@ def product(
         residual.dtype is not F32 or not residual.is_contiguous() or residual.shape != (count, outputs)
     ):
         raise ValueError(f"a residual {tuple(residual.shape)} must be contiguous float32 {(count, outputs)}")
-    source = _native.RowSource(
-        kind=_SOURCES[rows.kind],
-        x=x.data_ptr(),
-        stride=x.stride(0),
-        norm_weight=address(norm),
-        eps=rows.eps,
-        index=address(row_ids),
-        index_limit=x.shape[0],
-        limit=0.0,
-    )
     out = on.empty(count, outputs)
-    added = {"bias": address(bias), "residual": address(residual)}
-    on.calls.product(_native.Product(source=source, weight=_weight(w), **added, out=out.data_ptr(), rows=count))
+    fields = {"source": _source(rows, x, norm, row_ids), "weight": _weight(w), "out": out, "rows": count}
+    on.calls.product(native(_native.Product, bias=bias, residual=residual, **fields))
     return out
+
+
+def _source(rows: RowSource, x: Tensor, norm: Tensor | None, row_ids: Tensor | None) -> _native.RowSource:
+    """The native description of rows, of which x, norm and row_ids are as kernels read them."""
+    where = {"x": x, "stride": x.stride(0), "norm_weight": norm, "index": row_ids, "index_limit": x.shape[0]}
+    return native(_native.RowSource, kind=_SOURCES[rows.kind], eps=rows.eps, limit=0.0, **where)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, C] divided by its root mean square over C, times weight [C] (Zhang and Sennrich, 2019)."""
     x, weight = floats(x), floats(weight)
-    rows, width = x.shape
-    check_fit("norm weight", weight.shape[0], width)
-    out = torch.empty(rows, width, dtype=F32)
-    _native.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, width)
+    check_fit("norm weight", weight.shape[0], x.shape[1])
+    out = torch.empty(x.shape, dtype=F32)
+    native(_native.rms_norm, x, x.stride(0), weight, eps, out, *x.shape)
     return out
 
 
@@ -189,9 +186,9 @@ def recorded_norm(
     rows, width = x.shape
     check_fit("norm weight", weight.shape[0], width)
     out = on.empty(rows, width)
-    where = {"x": x.data_ptr(), "stride": x.stride(0), "width": width}
-    added = {"residual": address(residual), "residual_stride": 0 if residual is None else residual.stride(0)}
-    on.calls.norm(_native.Norm(**where, weight=weight.data_ptr(), eps=eps, **added, factor=factor, out=out.data_ptr()))
+    added = {"residual": residual, "residual_stride": 0 if residual is None else residual.stride(0), "factor": factor}
+    where = {"x": x, "stride": x.stride(0), "width": width, "weight": weight, "out": out}
+    on.calls.norm(native(_native.Norm, eps=eps, **where, **added))
     return out
 
 
@@ -204,45 +201,33 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     rows, heads, dim = x.shape
     check_fit("rope table and positions", (table.shape[1], positions.shape[0]), (dim, rows))
     out = torch.empty(rows, heads, dim, dtype=F32)
-    _native.rope(
-        x.data_ptr(),
-        x.stride(0),
-        positions.data_ptr(),
-        table.data_ptr(),
-        table.shape[0],
-        out.data_ptr(),
-        rows,
-        heads,
-        dim,
-    )
+    native(_native.rope, x, x.stride(0), positions, table, table.shape[0], out, rows, heads, dim)
     return out
 
 
 def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU; `limit`: gpt-oss's)."""
-    gate_up = floats(gate_up)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=F32)
     if limit is None:
-        _native.silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
-    else:
-        _native.clamped_mul(gate_up.data_ptr(), gate_up.stride(0), limit, out.data_ptr(), rows, width)
-    return out
+        return _gated(_native.silu_mul, gate_up)
+    return _gated(_native.clamped_mul, gate_up, limit)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu (its tanh form) of the first half of gate_up [T, 2I] times the second; returns [T, I]."""
+    return _gated(_native.gelu_mul, gate_up)
+
+
+def _gated(kernel: Callable[..., None], gate_up: Tensor, *limit: float) -> Tensor:
     gate_up = floats(gate_up)
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=F32)
-    _native.gelu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=F32)
+    native(kernel, gate_up, gate_up.stride(0), *limit, out, *out.shape)
     return out
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of x [R, V]."""
     out = floats(x).clone()
-    _native.softcap(out.data_ptr(), cap, *out.shape)
+    native(_native.softcap, out, cap, *out.shape)
     return out
 
 
@@ -267,31 +252,22 @@ def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, o
     for bias, width in biases:
         if bias is not None:
             check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
-    source = _native.RowSource(
-        kind=_SOURCES[rows.kind],
-        x=x.data_ptr(),
-        stride=x.stride(0),
-        norm_weight=address(norm),
-        eps=rows.eps,
-        index=0,
-        index_limit=x.shape[0],
-        limit=0.0,
-    )
     out = on.empty(*x.shape)
     on.calls.experts(
-        _native.Experts(
-            source=source,
+        native(
+            _native.Experts,
+            source=_source(rows, x, norm, None),
             router=_weight(w.router),
-            router_bias=address(w.router_bias),
+            router_bias=w.router_bias,
             set=described(_sets, w, _expert_set),
-            gate_up_bias=address(w.gate_up_bias),
-            down_bias=address(w.down_bias),
+            gate_up_bias=w.gate_up_bias,
+            down_bias=w.down_bias,
             top_k=w.top_k,
             normalize=w.normalize,
             gate=_SOURCES["silu" if w.limit is None else "clamped"],
             limit=w.limit or 0.0,
-            residual=address(residual),
-            out=out.data_ptr(),
+            residual=residual,
+            out=out,
             rows=x.shape[0],
         )
     )

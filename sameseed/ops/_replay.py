@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops import _delta, _native_cache as cache_ops, _native_rows as row_ops, by_part
-from sameseed.ops._experts import ExpertWeights
-from sameseed.ops._rows import RowSource, Then, plain_rows
+from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
+from sameseed.ops._rows import ExpertWeights, RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -84,7 +83,17 @@ class Recorder:
         self.parts.append(self._on.calls)
 
     def __getattr__(self, op: str) -> Any:
-        raise NotRecordableError(f"the op {op}")
+        if op not in ("attention", "delta", "gate", "rope_store", "take"):
+            raise NotRecordableError(f"the op {op}")
+
+        def record(*args: Any) -> Tensor:
+            for layer in args:
+                if isinstance(layer, KVLayer) and layer.format not in cache_ops.KV_FORMATS:
+                    raise NotRecordableError(f"a cache in {layer.format!r}")
+            done: Tensor = getattr(cache_ops, op)(*args, on=self._on)
+            return done
+
+        return record
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not weight.is_contiguous():
@@ -107,13 +116,9 @@ class Recorder:
             # A contiguous copy would be freed before the plan runs.
             raise NotRecordableError("a bias or norm that is no contiguous tensor")
 
-    def _cached(self, layer: KVLayer) -> None:
-        if layer.format not in cache_ops.KV_FORMATS:
-            raise NotRecordableError(f"a cache in {layer.format!r}")
-
     def embedding(self, token_ids: Tensor, w: QuantTensor, scale: float = 1.0) -> Tensor:
         self._served(w)
-        return row_ops.embedding(token_ids, w, self._on, scale)
+        return row_ops.embedding(token_ids, w, scale, self._on)
 
     def product(
         self,
@@ -144,20 +149,6 @@ class Recorder:
         self._open()
         return plain_rows(out)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        heads: int,
-        layer: KVLayer,
-        batch: Batch,
-        table: Tensor,
-        norms: tuple[Tensor, ...] | None = None,
-        eps: float = 0.0,
-        stores: bool = True,
-    ) -> Tensor:
-        self._cached(layer)
-        return cache_ops.rope_store(qkv, heads, layer, batch, table, norms, eps, self._on, stores)
-
     def experts(
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
@@ -169,27 +160,6 @@ class Recorder:
         if out is None:
             raise NotRecordableError(f"experts in {w.gate_up[0].format!r}")
         return out
-
-    def attention(
-        self,
-        q: Tensor,
-        layer: KVLayer,
-        batch: Batch,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        self._cached(layer)
-        return cache_ops.attention(q, layer, batch, scale, window, sinks, self._on)
-
-    def take(self, x: Tensor, index: Tensor) -> Tensor:
-        return _delta.take(x, index, self._on)
-
-    def gate(self, x: Tensor, gates: Tensor, heads: int) -> Tensor:
-        return _delta.gate(x, gates, heads, self._on)
-
-    def delta(self, x: Tensor, w: _delta.DeltaWeights, layer: _delta.StateLayer, batch: Batch) -> Tensor:
-        return _delta.delta(x, w, layer, batch, self._on)
 
     def beside(self, parts: Seq[Tensor]) -> Tensor:
         """Record steps that write several x [T, O] side by side."""
@@ -208,9 +178,8 @@ class Recorder:
         column = 0
         for x in parts:
             width = x.shape[1]
-            self._on.calls.columns(
-                _native.Columns(x=x.data_ptr(), stride=x.stride(0), width=width, column=column, total=total, out=out)
-            )
+            where = {"x": x, "stride": x.stride(0), "width": width, "column": column, "total": total, "out": out}
+            self._on.calls.columns(row_ops.native(_native.Columns, **where))
             column += width
 
 
@@ -249,26 +218,20 @@ class Recorded:
         rows, num_logit_rows = batch.token_ids.shape[0], batch.logit_rows.shape[0]
         logits = results.take(num_logit_rows, self.logit_width)
         hidden = results.take(rows, self.hidden_width) if self.hidden_width else None
-        mask = batch.tree_mask
         for buffer, x in zip(self._inputs, inputs, strict=True):
             buffer[:rows] = x.numpy()
-        this_pass = _native.Pass(
+        names = ("token_ids", "positions", "slots", "row_offsets", "kv_lens", "block_tables", "tree_mask", "logit_rows")
+        this_pass = row_ops.native(
+            _native.Pass,
             rows=rows,
             num_seqs=batch.num_pending.shape[0],
             num_logit_rows=num_logit_rows,
             table_stride=batch.block_tables.shape[1],
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            key_positions=(batch.positions if batch.key_positions is None else batch.key_positions).data_ptr(),
-            slots=batch.slots.data_ptr(),
-            row_offsets=batch.row_offsets.data_ptr(),
-            kv_lens=batch.kv_lens.data_ptr(),
-            block_tables=batch.block_tables.data_ptr(),
-            tree_mask=0 if mask is None else mask.data_ptr(),
-            logit_rows=batch.logit_rows.data_ptr(),
-            logits=logits.data_ptr(),
-            hidden=0 if hidden is None else hidden.data_ptr(),
-            states=0 if batch.states is None else batch.states.data_ptr(),
+            key_positions=batch.positions if batch.key_positions is None else batch.key_positions,
+            logits=logits,
+            hidden=hidden,
+            states=batch.states,
+            **{name: getattr(batch, name) for name in names},
         )
         for part in self._parts:
             if callable(part):
@@ -333,16 +296,15 @@ class PlanReplay:
             if recorded is None or plan is None:
                 return None
             results = [self._results.take(num_rows, n) for n in (recorded.logit_width, *widths)]
-            taken = [0, 0, 0] if features is None else [features.data_ptr(), recorded.input, results[1].data_ptr()]
-            passes = _native.TreePasses(
+            inputs = (None, None, None) if features is None else (features, recorded.input, results[1])
+            passes = row_ops.native(
+                _native.TreePasses,
                 vocab=recorded.logit_width,
                 width=sum(widths),
                 block_size=cache.block_size,
-                logits=logits.data_ptr(),
-                features=taken[0],
-                input=taken[1],
-                level_logits=results[0].data_ptr(),
-                level_features=taken[2],
+                logits=logits,
+                level_logits=results[0],
+                **dict(zip(("features", "input", "level_features"), inputs)),
             )
             return _native.grow_trees(plan, passes, trees, ends)
         finally:

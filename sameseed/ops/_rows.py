@@ -1,11 +1,16 @@
-"""The input rows of a product: unchanged, normed, or gated. RowSource is named as in csrc/linear.h."""
+"""What ops take besides tensors: rows of a product (RowSource as in csrc/linear.h), experts, DeltaNet layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
+
+from sameseed.scheme import QuantTensor, split_outliers
+
+TILE = 32  # rows of a tile of packed weights; weights are packed in chunks of whole tiles
 
 
 class RowSource(NamedTuple):
@@ -59,3 +64,86 @@ def normed_rows(x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = No
 def gated_rows(gate_up: Tensor, gate: Literal["silu", "gelu"] = "silu") -> RowSource:
     """silu_mul(gate_up), or gelu_mul(gate_up), of gate_up [T, 2 K]."""
     return RowSource(gate_up, gate)
+
+
+Views = tuple[QuantTensor, QuantTensor]
+
+
+def outlier_views(w: QuantTensor) -> Views:
+    """The same weight twice: for rows quantized to int8, and for float rows."""
+    return replace(w, activations="int8"), replace(w, activations=None)
+
+
+def outlier_product(
+    of: Callable[..., Tensor], x: Tensor, w: Views, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """A product (`reference.product`) of int8 rows x [T, K] whose outliers stay floats; `of` computes its two parts.
+
+    Rows without outliers skip the second product, so their bits are those of int8 activations, whatever other rows are
+    in the batch.
+    """
+    integers, floats = w
+    rest, outliers = split_outliers(x)
+    out = of(plain_rows(rest), integers, bias, residual)
+    rows = outliers.any(1).nonzero().flatten()
+    if len(rows):
+        out[rows] = of(plain_rows(outliers[rows]), floats, None, out[rows])
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """A router over E experts of width F, and the experts; biases are float32.
+
+    `top_k`: experts of a row. `normalize`: their weights are a softmax over the chosen logits, else over all.
+    `limit`: gates are gpt-oss's clamped SwiGLU (`silu_mul`); `act`: "gelu" in place of that. `factors`: of the weights.
+    """
+
+    router: QuantTensor  # [E, C]
+    router_bias: Tensor | None  # [E]
+    gate_up: tuple[QuantTensor, ...]  # per expert [2 F, C]: rows of the gate, then of up
+    gate_up_bias: Tensor | None  # [E, 2 F]
+    down: tuple[QuantTensor, ...]  # per expert [C, F]
+    down_bias: Tensor | None  # [E, C]
+    top_k: int
+    normalize: bool
+    limit: float | None = None
+    act: Literal["silu", "gelu"] = "silu"
+    factors: Tensor | None = None  # [E]
+
+
+def parted(w: QuantTensor, count: int) -> tuple[QuantTensor, ...] | None:
+    """Views of `count` equal matrices that are stacked along O; None if they do not begin at tiles."""
+    height = w.shape[0] // count
+    if w.layout != "plain" and height % TILE:
+        return None
+
+    def part(i: int, x: Tensor) -> Tensor:
+        size = len(x) // count
+        return x[i * size : (i + 1) * size]
+
+    shape = (height, w.shape[1])
+    return tuple(replace(w, shape=shape, parts={n: part(i, x) for n, x in w.parts.items()}) for i in range(count))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """Weights of a Gated DeltaNet layer besides its matrices, all float32.
+
+    `tiled`: value head h reads key head h modulo their number, as in GGUF files; else neighbours share a key head.
+    """
+
+    conv: Tensor  # [taps, 2 Hk K + H D]
+    decay: Tensor  # [H]: -exp(A_log)
+    bias: Tensor  # [H]: dt_bias
+    norm: Tensor  # [D]
+    eps: float
+    tiled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class StateLayer:
+    """States of one layer: state float32 [slots, H, K, D], log float32 [slots, rows, 2 Hk K + H D + 2 H]."""
+
+    state: Tensor
+    log: Tensor

@@ -12,8 +12,17 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed
-from sameseed.ops._delta import delta, gate, take
-from sameseed.ops._native_cache import KV_FORMATS, attention, attention_rounding, move_kv, rope_store, store_kv
+from sameseed.ops._native_cache import (
+    KV_FORMATS,
+    attention,
+    attention_rounding,
+    delta,
+    gate,
+    move_kv,
+    rope_store,
+    store_kv,
+    take,
+)
 from sameseed.ops._native_rows import (
     CODES,
     DTYPES,

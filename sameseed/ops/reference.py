@@ -18,10 +18,16 @@ from torch import Tensor
 
 from sameseed import registry, scheme
 from sameseed.batch import MAX_NODES, Batch
-from sameseed.ops import _outliers
-from sameseed.ops._delta import DeltaWeights, StateLayer
-from sameseed.ops._experts import ExpertWeights
-from sameseed.ops._rows import RowSource, gated_rows, plain_rows
+from sameseed.ops._rows import (
+    DeltaWeights,
+    ExpertWeights,
+    RowSource,
+    StateLayer,
+    gated_rows,
+    outlier_product,
+    outlier_views,
+    plain_rows,
+)
 from sameseed.scheme import TOKENS, KVLayer, QuantTensor
 
 row_invariant = True
@@ -64,12 +70,12 @@ def product(rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residua
 
     The activations of the weight decide how rows are rounded first. int8: rows are quantized (`scheme.quantize_rows`).
     fp8: rows are rounded (`scheme.round_rows`). Both work per row and group of the weight, so other rows have no
-    influence. bf16: each number is rounded. outliers: a separate product (`_outliers.product`).
+    influence. bf16: each number is rounded. outliers: two products (`outlier_product`).
     If the weight has an `order`, the columns of x must be in this order already.
     """
     x, w = rows.prepared(rms_norm, silu_mul, gelu_mul), replace(w, order=None)
     if w.activations == "outliers":
-        return _outliers.product(product, x, _outliers.views(w), bias, residual)
+        return outlier_product(product, x, outlier_views(w), bias, residual)
     if w.activations == "int8":
         out = _integer_product(x, w)
     else:
