@@ -6,13 +6,16 @@ not the drafter's first token under the same noise, it is often the drafter's se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from sameseed.errors import RequestError
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
 
@@ -123,6 +126,45 @@ def native_likely(
         args = sampling.native_args(rows[0], params, seed, position)
         _native.likely(*args, len(rows), where, count, tokens.ctypes.data, shares.ctypes.data)
     return tokens, shares
+
+
+class Guesses:
+    """Turns logits over a head's vocabulary into candidate tokens, given as token ids of the target."""
+
+    def __init__(self, target_ids: Tensor | None, vocab_size: int, eos_token_ids: Seq[int]) -> None:
+        """`target_ids` [Vd]: the target's token id for each id of the head; None if the ids are the same."""
+        self.target_ids = None if target_ids is None else target_ids.cpu().numpy().astype(np.int32)
+        self.vocab_size = vocab_size  # the target's
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    def rows(self, logits: Tensor) -> NDArray[np.float32]:
+        """A pass's logits [R, Vd] on the host. On a GPU this is the only point where the host waits for the pass."""
+        rows: NDArray[np.float32] = logits.cpu().numpy()
+        return rows
+
+    def after(
+        self, rows: NDArray[np.float32], seq: Sequence, depth: int, count: int, paths: Callable[[], Seq[Seq[int]]]
+    ) -> tuple[Ints, Floats]:
+        """`likely` after each of `paths`, which have `depth` tokens, with all penalties, bias and bans."""
+        if sampling.needs_adjusting(seq, depth):
+            return self.adjusted(rows, seq, paths(), count)
+        return likely(rows, seq, depth, count, self.target_ids)
+
+    def adjusted(
+        self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int
+    ) -> tuple[Ints, Floats]:
+        """`likely` after each path with penalties, bias and bans, which need rows over the target's vocabulary."""
+        tokens, log_probs = np.zeros((len(rows), count), np.int64), np.full((len(rows), count), -np.inf)
+        for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            whole = row
+            if self.target_ids is not None:
+                whole = np.full(self.vocab_size, -np.inf, np.float32)
+                whole[self.target_ids] = row
+            # A grammar that took too much time raises: this path gets no candidates, the other sequences go on.
+            with suppress(RequestError):
+                values = sampling.adjust(whole, seq, path, self.eos_token_ids)
+                tokens[i : i + 1], log_probs[i : i + 1] = likely(values[None], seq, len(path), count)
+        return tokens, log_probs
 
 
 def grows_at_once(seqs: Seq[Sequence]) -> bool:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sameseed.batch import Draw
+from sameseed.drafters._choices import Guesses
 from sameseed.drafters._followers import CatchUp, Holding
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.models.block_runner import BlockRunner
+from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Span
+from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
 
 KEEP = 64  # hidden states kept of positions that have a cached row, so that as many tokens can be taken back
 WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait for the first draft
@@ -255,9 +259,41 @@ class Contexts:
 
 
 class Reading(Holding):
-    """Base of drafters that follow each sequence by the target's hidden states."""
+    """Base of drafters with a head of their own, which follows each sequence by the target's hidden states."""
 
+    owns = "head"
+    kind: ClassVar[type[HeadRunner | BlockRunner]] = HeadRunner  # the runner of its heads
     followers: Contexts
+
+    def __init__(
+        self,
+        options: Any,
+        runner: Any,
+        captures: tuple[int, ...],
+        policy: LengthPolicy,
+        eos_token_ids: Seq[int] = (),
+        limit: int | None = None,
+    ) -> None:
+        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target.
+
+        `limit`: the most rows of a sequence (None: those of the head's own context).
+        """
+        head = runner.model
+        self.options, self.runner, self.captures, self.policy = options, runner, captures, policy
+        self.branches = self.branches_with(options)
+        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len if limit is None else limit)
+        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
+
+    @classmethod
+    def build(cls, options: Any, parts: Parts) -> Drafter:
+        runner, target = parts.head, parts.target.model.config
+        assert isinstance(runner, cls.kind)
+        config = runner.model.config
+        config.check_target(target)
+        if options.vocabulary:
+            tokens = read_vocabulary(options.vocabulary, target.vocab_size)
+            runner = cls.kind(with_vocabulary(runner.model, tokens), runner.cache)  # type: ignore[type-var, arg-type]
+        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES, Rows, build_batch
-from sameseed.drafters._eagle_guesses import Guesses
+from sameseed.drafters._chains import Chain, draft_of
+from sameseed.drafters._choices import Guesses
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.gemma import GemmaConfig
@@ -21,8 +22,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
-
-_Chain = tuple[list[int], list[float]]  # tokens and path probabilities
+from sameseed.spec.sampling import FAILED
 
 
 class AssistantDrafter(Drafter):
@@ -62,7 +62,7 @@ class AssistantDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences together, one pass per token; confidence holds path probabilities."""
-        chains: list[_Chain] = [([], []) for _ in seqs]
+        chains = [Chain() for _ in seqs]
         depths = [min(self.options.depth, k, s.draft_depth) for s, k in zip(seqs, num_draft, strict=True)]
         known = [self._own.get(s.seq_id, (0, None))[0] for s in seqs]
         fits = [0 < n == s.num_cached == len(s) - 1 < self.limit - 1 for s, n in zip(seqs, known, strict=True)]
@@ -73,28 +73,22 @@ class AssistantDrafter(Drafter):
             states = torch.stack([self._own[seqs[b].seq_id][1] for b in active])
             states = model.ops.rms_norm(states, model.weights.norm, model.config.rms_eps)
         while active:
-            logits, states = self._step([seqs[b] for b in active], [chains[b][0] for b in active], states)
+            logits, states = self._step([seqs[b] for b in active], [chains[b].tokens for b in active], states)
             rows = self.guesses.rows(logits)
-            going = [
-                i for i, b in enumerate(active)
-                if self._lengthen(seqs[b], chains[b], rows[i : i + 1]) and len(chains[b][0]) < depths[b]
-            ]  # fmt: skip
-            if not going or self.policy.ends([chains[active[i]][1] for i in going]):
+            for i, b in enumerate(active):
+                self._lengthen(seqs[b], chains[b], rows[i : i + 1])
+            going = [i for i, b in enumerate(active) if not chains[b].ended and len(chains[b].tokens) < depths[b]]
+            if not going or self.policy.ends([chains[active[i]].sure for i in going]):
                 break
             states, active = states[going], [active[i] for i in going]
-        trees = [(tokens, list(range(-1, len(tokens) - 1))) for tokens, _ in chains]
-        return Draft.trees(trees, [sure for _, sure in chains])
+        return draft_of(chains, num_draft, with_confidence=True)
 
-    def _lengthen(self, seq: Sequence, chain: _Chain, row: NDArray[np.float32]) -> bool:
-        """Add the likeliest token by a row of logits; returns whether the chain may go on."""
-        tokens, sure = chain
-        found, log_prob = self.guesses.after(row, seq, len(tokens), 1, lambda: [tokens])
-        token, share = int(found[0, 0]), float(np.exp(log_prob[0, 0]))
-        if share == 0.0:
-            return False
-        tokens.append(token)
-        sure.append(share * (sure[-1] if sure else 1.0))
-        return share >= self.policy.least_probability and token not in seq.params.ending(self.guesses.eos_token_ids)
+    def _lengthen(self, seq: Sequence, chain: Chain, row: NDArray[np.float32]) -> None:
+        """Add the likeliest token by a row of logits."""
+        tokens, shares = self.guesses.after(row, seq, len(chain.tokens), 1, lambda: [chain.tokens])
+        token, share = int(tokens[0, 0]), float(np.exp(shares[0, 0]))
+        chain.grow([(token if share else FAILED, share)], self.policy, self.guesses.vocab_size)
+        chain.ended |= token in seq.params.ending(self.guesses.eos_token_ids)
 
     def _step(self, seqs: Seq[Sequence], chains: Seq[list[int]], states: Tensor) -> tuple[Tensor, Tensor]:
         """A pass over the last token of each chain, or of its text; states [B, S] are those before them."""

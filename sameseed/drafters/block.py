@@ -15,15 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of
-from sameseed.drafters._eagle_context import Contexts, Reading
-from sameseed.drafters._eagle_guesses import Guesses
-from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.drafters._eagle_context import Reading
 from sameseed.fields import within
 from sameseed.models.block_runner import BlockRunner
-from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
 class BlockDrafter(Reading, ChainDrafter):
@@ -44,38 +40,8 @@ class BlockDrafter(Reading, ChainDrafter):
         vocabulary: str = ""
         prefill_rows: int = within(512, 1)
 
-    owns = "head"
     at_once = True
-
-    def __init__(
-        self,
-        options: Options,
-        runner: BlockRunner,
-        captures: tuple[int, ...],
-        policy: LengthPolicy,
-        eos_token_ids: Seq[int] = (),
-    ) -> None:
-        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
-        head = runner.model
-        self.options = options
-        self.runner = runner
-        self.captures = captures
-        self.policy = policy
-        self.most = head.config.num_guesses
-        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
-        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
-        self.branches = self.branches_with(options)
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> BlockDrafter:
-        assert isinstance(options, cls.Options) and isinstance(parts.head, BlockRunner)
-        target, runner = parts.target.model.config, parts.head
-        config = runner.model.config
-        config.check_target(target)
-        if options.vocabulary:
-            own = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
-            runner = BlockRunner(own, runner.cache)
-        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
+    kind = BlockRunner
 
     @property
     def limit(self) -> int:
@@ -85,7 +51,7 @@ class BlockDrafter(Reading, ChainDrafter):
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
         self.followers.make_room(seqs)
         siblings = self.options.siblings
-        lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.most)
+        lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.runner.model.config.num_guesses)
         chains, growing = [Chain() for _ in seqs], dict[int, _GrowingBlock]()
         for b, (seq, count) in enumerate(zip(seqs, lengths, strict=True)):
             able = count > 0 and self.followers.room(seq, 1) > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq, Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +19,15 @@ from torch import Tensor
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
 from sameseed.drafters._choices import Ints, growing_tree, grows_at_once
-from sameseed.drafters._eagle_context import Contexts, Reading
-from sameseed.drafters._eagle_guesses import Guesses
+from sameseed.drafters._eagle_context import Reading
 from sameseed.drafters._tree import Tree
-from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
-from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.eagle_runner import HeadRunner, TreeLevel
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.drafter import Drafter
 from sameseed.spec.sampling import FAILED, drawable, drawer
 
 
@@ -59,47 +57,19 @@ class EagleDrafter(Reading):
             if self.beyond not in ("slide", "stop"):
                 raise ConfigError(f"beyond must be 'slide' or 'stop', got {self.beyond!r}")
 
-    owns = "head"
     judges = True
 
-    def __init__(
-        self,
-        options: Options,
-        runner: HeadRunner,
-        captures: tuple[int, ...],
-        policy: LengthPolicy,
-        eos_token_ids: Seq[int] = (),
-    ) -> None:
-        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
+    def __init__(self, options: Options, runner: HeadRunner, *more: Any, **named: Any) -> None:
         head = runner.model
         own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
         slides = options.beyond == "slide"
-        limit = head.max_model_len if slides else min(own, head.max_model_len)
-        self.options = options
-        self.branches = self.branches_with(options)
-        seen = own if slides and own < head.max_model_len else None
-        self.runner = runner = HeadRunner(runner.model, runner.cache, seen)
-        self.policy = policy
-        self.captures = captures
-        self.followers = Contexts(runner, options.prefill_rows, limit)
-        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
+        runner = HeadRunner(head, runner.cache, own if slides and own < head.max_model_len else None)
+        super().__init__(options, runner, *more, **named, limit=None if slides else min(own, head.max_model_len))
 
     @classmethod
     def branches_with(cls, options: Drafter.Options) -> bool:
         assert isinstance(options, cls.Options)
         return options.top_k > 1
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> EagleDrafter:
-        assert isinstance(options, cls.Options) and isinstance(parts.head, HeadRunner)
-        target, head = parts.target.model.config, parts.head.model
-        head.config.check_target(target)
-        runner = parts.head
-        if options.vocabulary:
-            own = with_vocabulary(head, read_vocabulary(options.vocabulary, target.vocab_size))
-            runner = HeadRunner(own, runner.cache)
-        captures = head.config.captures(target.num_layers)
-        return cls(options, runner, captures, parts.policy, target.eos_token_ids)
 
     @property
     def limit(self) -> int | None:

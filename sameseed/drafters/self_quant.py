@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
-from sameseed.drafters._shadow import Guide
+from sameseed.drafters._followers import Guide
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.fields import within
 from sameseed.models.runner import ModelRunner

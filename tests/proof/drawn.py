@@ -21,7 +21,7 @@ AREAS = {
     "scheduler": ("engine.scheduler", "engine.running", "engine.engine"),
     "ends": ("engine.output", "engine.running"),
     "grammars": ("grammar",),
-    "drafters' state": ("drafters._followers", "drafters._shadow", "drafters.draft_model"),
+    "drafters' state": ("drafters._followers", "drafters.draft_model"),
     "operations": ("ops.reference",),
     "server's parameters": tuple(f"server.{name}" for name in ("service", "text", "replies", "frames")),
 }

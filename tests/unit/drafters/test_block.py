@@ -13,7 +13,7 @@ from sameseed.engine.build import build_engine
 from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.block_runner import BlockRunner
+from sameseed.models.block import BlockRunner
 from sameseed.models.eagle_loader import load_head
 from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.spec.sampling import choose

@@ -12,7 +12,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, rand
 
 from sameseed import ops
 from sameseed.drafters._choices import choices
-from sameseed.drafters._shadow import Guide, Shadow
+from sameseed.drafters._followers import Guide, Shadow
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama

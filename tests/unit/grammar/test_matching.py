@@ -21,7 +21,7 @@ from lawkit import (
     make_engine,
 )
 
-from sameseed.drafters._shadow import Shadow
+from sameseed.drafters._followers import Shadow
 from sameseed.engine.overlap import Overlap
 from sameseed.errors import RequestError
 from sameseed.grammar.matching import Matching

@@ -135,7 +135,7 @@ def asked(seed):
 
 
 # Functions above the ops that make the host wait for a device.
-WAITS = {"devices.put", "spec.verify.on_host", "drafters._eagle_guesses.rows"}
+WAITS = {"devices.put", "spec.verify.on_host", "drafters._choices.rows"}
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix", "draft_model", "eagle", "cascade", "self_quant"])
