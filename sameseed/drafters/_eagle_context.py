@@ -18,9 +18,9 @@ from sameseed.batch import Draw
 from sameseed.drafters._choices import Guesses
 from sameseed.drafters._followers import CatchUp, Holding
 from sameseed.drafters._vocabulary import read_vocabulary
-from sameseed.models.block_runner import BlockRunner
+from sameseed.models.block import BlockRunner
+from sameseed.models.eagle import HeadRunner
 from sameseed.models.eagle_loader import with_vocabulary
-from sameseed.models.eagle_runner import HeadRunner
 from sameseed.request import Sequence
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
+from sameseed.models.inner import with_tokens
 from sameseed.models.runner import ModelRunner
-from sameseed.models.vocabulary import with_tokens
 
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of
 from sameseed.drafters._eagle_context import Reading
 from sameseed.fields import within
-from sameseed.models.block_runner import BlockRunner
+from sameseed.models.block import BlockRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 

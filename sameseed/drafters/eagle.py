@@ -24,7 +24,7 @@ from sameseed.drafters._tree import Tree
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
-from sameseed.models.eagle_runner import HeadRunner, TreeLevel
+from sameseed.models.eagle import HeadRunner, TreeLevel
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter

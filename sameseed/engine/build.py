@@ -27,18 +27,16 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
 from sameseed.lengths.fixed import CappedLength
-from sameseed.models.block import BlockHead
-from sameseed.models.block_runner import BlockRunner
+from sameseed.models.block import BlockHead, BlockRunner
 from sameseed.models.config import ModelConfig, is_assistant
 from sameseed.models.decoder import Decoder
-from sameseed.models.draft_format import is_smaller
-from sameseed.models.eagle import EagleHead
+from sameseed.models.draft_format import is_nested, is_smaller
+from sameseed.models.eagle import EagleHead, HeadRunner
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import is_head
+from sameseed.models.inner import nested_view
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, same_tokens, target_scheme
 from sameseed.models.mtp import find_block, load_mtp
-from sameseed.models.nested import is_nested, nested_view
 from sameseed.models.qwen35 import Qwen35
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,15 @@ from sameseed.scheme import BLOCKS, DENSE, KQUANTS, QuantScheme, get
 BESIDE_DENSE = QuantScheme.parse("w8a8")  # for drafts of dense targets on a CPU: half the bytes, equally good guesses
 
 
+@contextmanager
+def checked(folder: Path) -> Iterator[tuple[ModelConfig, TensorSource]]:
+    """The config and the checked tensors of a model. Raises ConfigError or ModelLoadError."""
+    config = read_config(folder)
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.check(config)
+        yield config, checkpoint
+
+
 def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "cpu") -> QuantScheme:
     """The default scheme of a draft model or head: that of its target. Reads headers only.
 
@@ -34,18 +44,14 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
     quantized already keeps its format ("auto").
     Raises ConfigError or ModelLoadError for folders that hold no such model.
     """
-    config = read_config(target)
-    with open_checkpoint(target) as checkpoint:
-        checkpoint.check(config)
+    with checked(target) as (config, checkpoint):
         own = few_bits(resolve_scheme(config, checkpoint, quant, usual(config)), device)
     if own.weights == "auto" or (own == BESIDE_DENSE and draft.resolve() == target.resolve()):
         return QuantScheme()  # the target was named as its own draft: a mistake that is reported elsewhere
     if is_head(draft):
         with open_head(draft) as (head, files, shapes, _):
             return following(own, head.layer, files, shapes)
-    config = read_config(draft)
-    with open_checkpoint(draft) as checkpoint:
-        checkpoint.check(config)
+    with checked(draft) as (config, checkpoint):
         return following(own, config, checkpoint)
 
 
@@ -83,11 +89,19 @@ def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
     Both schemes are resolved with the checkpoint first, so their spelling does not matter. Reads headers only. Raises
     ConfigError.
     """
-    config = read_config(folder)
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(config)
+    with checked(folder) as (config, checkpoint):
         for each in (quant, than):
             check_rules(config, each)
         shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
         bits = ([matrix_bits(config, checkpoint, s, *matrix) for s in (quant, than)] for matrix in shapes)
         return any(mine < its for mine, its in bits)
+
+
+def is_nested(folder: Path, quant: QuantScheme) -> bool:
+    """Whether the model in `folder`, stored by `quant`, has matrices that contain 4-bit ones. Reads headers only."""
+    with checked(folder) as (config, checkpoint):
+        modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
+        found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
+        # "auto" remains only where the checkpoint's dense numbers stay, and those contain no 4-bit matrix
+        nesting = ((get(s.weights).nests, s.activations) for s in found if s.weights != "auto")
+        return any(rows is not None and rows == activations for rows, activations in nesting)

@@ -27,7 +27,7 @@ from sameseed.models.head_config import (
     expected_tensors,
     read_head_config,
 )
-from sameseed.models.vocabulary import take_rows
+from sameseed.models.inner import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from sameseed import fields
-from sameseed.models.block_runner import BlockRunner
-from sameseed.models.eagle_runner import HeadRunner
+from sameseed.models.block import BlockRunner
+from sameseed.models.eagle import HeadRunner
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft, LateDraft

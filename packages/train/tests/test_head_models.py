@@ -10,8 +10,8 @@ from lawkit import MODEL_VOCAB, write_model
 
 from sameseed import ops
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle import HeadRunner, TreeLevel
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.eagle_runner import HeadRunner, TreeLevel
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence

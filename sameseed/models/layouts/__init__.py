@@ -1,4 +1,4 @@
-"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method`. One file per method.
+"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method`.
 
 A layout is built from a `quantization_config`, and raises ModelLoadError for settings that cannot be read. Weights are
 read only after `Layout.find` has checked names, shapes and types of all tensors of a matrix.
@@ -12,16 +12,13 @@ from typing import Any
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import read_json
-from sameseed.models.layouts.awq import AwqLayout
 from sameseed.models.layouts.base import Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
-from sameseed.models.layouts.fp8 import Fp8
-from sameseed.models.layouts.gptq import GptqLayout
+from sameseed.models.layouts.floats import Fp8, ModelOpt, Mxfp4
+from sameseed.models.layouts.gptq import AwqLayout, GptqLayout
 from sameseed.models.layouts.marlin import MarlinLayout, QqqLayout, is_marlin
 from sameseed.models.layouts.mlx import Mlx
-from sameseed.models.layouts.modelopt import ModelOpt
-from sameseed.models.layouts.mxfp4 import Mxfp4
 from sameseed.models.layouts.sameseed import Own
 
 

@@ -26,8 +26,8 @@ from sameseed.models.layouts.base import (
     two_sizes,
     unpacked,
 )
+from sameseed.models.layouts.floats import float8, mxfp4, nvfp4
 from sameseed.models.layouts.patterns import fits
-from sameseed.models.layouts.scaled import float8, mxfp4, nvfp4
 
 FP4 = {"mxfp4-pack-quantized": mxfp4, "nvfp4-pack-quantized": nvfp4}
 

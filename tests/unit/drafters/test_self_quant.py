@@ -11,7 +11,8 @@ from sameseed.engine import build
 from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.nested import is_nested, nested_view
+from sameseed.models.draft_format import is_nested
+from sameseed.models.inner import nested_view
 from sameseed.ops import resolve
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme

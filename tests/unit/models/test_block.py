@@ -10,8 +10,7 @@ from lawkit import MODEL_VOCAB, write_model
 from sameseed import ops
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.block import BlockHead
-from sameseed.models.block_runner import BlockRunner
+from sameseed.models.block import BlockHead, BlockRunner
 from sameseed.models.eagle_loader import load_head, with_vocabulary
 from sameseed.models.head_config import is_block, is_head, read_head_config
 from sameseed.models.loader import load_model

@@ -15,8 +15,8 @@ from sameseed.engine.memory import Demand, plan_blocks
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.eagle_loader import load_head, with_vocabulary
+from sameseed.models.inner import with_tokens
 from sameseed.models.loader import load_model
-from sameseed.models.vocabulary import with_tokens
 from sameseed.ops import plain_rows
 from sameseed.scheme import QuantScheme
 

@@ -13,8 +13,8 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
+from sameseed.models.eagle import HeadRunner
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.eagle_runner import HeadRunner
 from sameseed.models.head_config import parse_head_config
 from sameseed.models.loader import load_model
 from sameseed.quantize._head import turn_head

@@ -48,7 +48,7 @@ def looked_at(engine, monkeypatch, params):
     """The same run, but the host reads each token before the next is drafted."""
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "takes_late", False)
-        patch.setattr("sameseed.models.eagle_runner.HeadRunner.draw", lambda *_: None)
+        patch.setattr("sameseed.models.eagle.HeadRunner.draw", lambda *_: None)
         return run(engine, PROMPTS, params)
 
 
