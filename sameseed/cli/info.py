@@ -22,7 +22,7 @@ from sameseed.devices import available_memory
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.shapes import SHAPES
-from sameseed.models.head_config import expected_tensors, is_head, read_head_config
+from sameseed.models.head_config import is_head, read_head_config
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config, resolve_model
 from sameseed.plan.memory import memory
 from sameseed.plan.paper import sheet
@@ -159,7 +159,7 @@ def _model(name: str) -> dict[str, Any]:
     if head is not None:  # the embedding is the target's; so is an LM head for all tokens
         whole = head.draft_vocab_size == config.vocab_size
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
-        parameters = sum(math.prod(shape) for n, shape in expected_tensors(head).items() if n not in borrowed)
+        parameters = sum(math.prod(shape) for n, shape in head.tensors().items() if n not in borrowed)
     card = folder / "README.md"
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8") if card.exists() else "", re.MULTILINE)
     return {

@@ -24,7 +24,6 @@ from sameseed.models.head_config import (
     TARGET_SIGNS,
     BlockConfig,
     HeadConfig,
-    expected_tensors,
     read_head_config,
 )
 from sameseed.models.inner import take_rows
@@ -55,7 +54,7 @@ def open_head(
         if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
             config = replace(config, layer=replace(config.layer, qk_norm=True))
         layer = "layers.0" if any(n.startswith("layers.0.") for n in files.names()) else "midlayer"
-        shapes = expected_tensors(config, layer)
+        shapes = config.tensors(layer)
         present = {n.rsplit(".", 1)[0] if n not in SPARE else n for n in files.names()}  # modules, also quantized ones
         for name in OPTIONAL:
             module = name.removesuffix(".weight")

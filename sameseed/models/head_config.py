@@ -87,8 +87,11 @@ class HeadConfig:
             )
         self.captures(target.num_layers)
 
-    def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """See `expected_tensors`."""
+    def tensors(self, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor in a checkpoint by its published name; those of OPTIONAL may be missing.
+
+        `layer`: the name of the decoder layer, "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
+        """
         c, third = self.layer, self.kind == "eagle3"
         hidden, wide = c.hidden_size, self.num_captures * self.target_hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
@@ -127,7 +130,7 @@ class BlockConfig(HeadConfig):
         """The number of tokens that the head was trained to draft."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    def tensors(self, layer: str) -> dict[str, tuple[int, ...]]:
+    def tensors(self, layer: str = "") -> dict[str, tuple[int, ...]]:
         c, hidden = self.layer, self.layer.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
         shapes["fc.weight"] = (hidden, self.num_captures * self.target_hidden_size)
@@ -202,92 +205,71 @@ def is_block(folder: Path) -> bool:
     return is_block_config(read_json(folder / "config.json"))
 
 
-def layer_settings(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The part of a head's config.json that describes its layers. Raises ModelLoadError."""
-    inner = raw if raw.get("speculators_model_type") is None else raw.get("transformer_layer_config")
-    if not isinstance(inner, Mapping):
-        raise ModelLoadError(f"{where}: transformer_layer_config must be an object, got {str(inner)[:80]}")
-    return inner
-
-
-def layer_architecture(inner: Mapping[str, Any], usual: str, where: str) -> str:
-    """The architecture of a head's layers; `usual`: the model_type if none is named. Raises ModelLoadError."""
-    architecture = LAYERS.get(str(inner.get("model_type", usual)))
-    if architecture is None:
-        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(LAYERS)}")
-    return architecture
-
-
-def expected_tensors(config: HeadConfig, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a head's checkpoint by its published name; those of OPTIONAL may be missing.
-
-    `layer`: the name of the decoder layer, "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
-    """
-    return config.tensors(layer)
-
-
 def read_head_config(folder: Path) -> HeadConfig:
     """HeadConfig of a folder. Raises ModelLoadError naming the field."""
     return parse_head_config(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
 def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
-    """HeadConfig of a parsed config.json: plain, or of a speculator (with its layer in transformer_layer_config)."""
-    algorithm = raw.get("speculators_model_type")
-    name = named_architecture(raw)
-    if is_block_config(raw):
-        return parse_block_config(raw, where)
-    kind = HEADS.get(name, "eagle" if name in LAYERS.values() else None)
-    if kind in (None, "block") or algorithm not in (None, "eagle3"):
+    """HeadConfig of a parsed config.json: plain, or of a speculator (with its layers in transformer_layer_config)."""
+    algorithm, name, block = raw.get("speculators_model_type"), named_architecture(raw), is_block_config(raw)
+    kind = "block" if block else HEADS.get(name, "eagle" if name in LAYERS.values() else None)
+    if kind is None or (not block and (kind == "block" or algorithm not in (None, "eagle3"))):
         raise ModelLoadError(
             f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
         )
-    inner = layer_settings(raw, where)
+    inner = raw if algorithm is None else raw.get("transformer_layer_config")
+    own = (raw.get("dflash_config") if block else raw.get("eagle_config")) or {}
+    for key, value in (("transformer_layer_config", inner), ("dflash_config", own)):
+        if not isinstance(value, Mapping):
+            raise ModelLoadError(f"{where}: {key} must be an object, got {str(value)[:80]}")
+    assert isinstance(inner, Mapping)
+    settings, usual = {**own, **raw}, "qwen3" if block or "Qwen3" in name else "llama"
+    architecture = LAYERS.get(str(inner.get("model_type", usual)))
+    if architecture is None:
+        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(LAYERS)}")
+    layer = {**inner, "architectures": [architecture]}
+    return (_block if block else _eagle)(kind, layer, settings, where)
+
+
+def _sizes(settings: Mapping[str, Any], layer: ModelConfig, where: str) -> tuple[int, int]:
+    """The sizes of a head's vocabulary, and of the target's hidden states."""
+    usual = {"draft_vocab_size": layer.vocab_size, "target_hidden_size": layer.hidden_size}
+    vocabulary, hidden = (whole_number(settings, where, name, size) for name, size in usual.items())
+    return vocabulary, hidden
+
+
+def _eagle(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> HeadConfig:
     if inner.get("num_hidden_layers", 1) != 1:
         raise ModelLoadError(
             f"{where}: a head of {inner['num_hidden_layers']} layers; only EAGLE heads of one are supported"
         )
-    architecture = layer_architecture(inner, "qwen3" if "Qwen3" in name else "llama", where)
-    layer = parse_config({**inner, "architectures": [architecture], "num_hidden_layers": 1}, where)
     kinds = inner.get("layer_types")  # may list the target's layers; the first entry is the head's
     slides = kinds[0] == "sliding_attention" if isinstance(kinds, list) and kinds else inner.get("use_sliding_window")
     window = inner.get("sliding_window") if slides else None
+    layer = parse_config({**inner, "num_hidden_layers": 1}, where)
     layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))
-    settings = {**(raw.get("eagle_config") or {}), **raw}
     if settings.get("use_aux_hidden_state") is False:
         raise ModelLoadError(f"{where}: use_aux_hidden_state false is not supported; the head must read three layers")
     aux = settings.get("eagle_aux_hidden_state_layer_ids")
     if aux is not None and (not isinstance(aux, list) or not aux or any(type(v) is not int for v in aux)):
         raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(aux)[:80]}")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return HeadConfig(
-        kind,
-        layer,
-        whole_number(settings, where, "draft_vocab_size", layer.vocab_size),
-        whole_number(settings, where, "target_hidden_size", layer.hidden_size),
-        None if aux is None else tuple(aux),
-        *(bool(settings.get(flag, False)) for flag in flags),
-    )
+    chosen = {flag: bool(settings.get(flag, False)) for flag in flags}
+    return HeadConfig(kind, layer, *_sizes(settings, layer, where), None if aux is None else tuple(aux), **chosen)
 
 
-def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
-    """BlockConfig of a parsed config.json. Raises ModelLoadError naming the field."""
+def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> BlockConfig:
     from sameseed.batch import MAX_NODES  # late: it loads torch
 
-    inner, own = layer_settings(raw, where), raw.get("dflash_config") or {}
-    if not isinstance(own, Mapping):
-        raise ModelLoadError(f"{where}: dflash_config must be an object, got {str(own)[:80]}")
-    settings = {**own, **raw}
-    architecture = layer_architecture(inner, "qwen3", where)
     _refuse(inner, settings, where)
-    layer = parse_config({**inner, "architectures": [architecture]}, where)
+    layer = parse_config(inner, where)
     layer = replace(layer, tied_embeddings=False, windows=(None,) * layer.num_layers)
-    named = str(raw.get("speculators_model_type") or (raw.get("architectures") or ["?"])[0])
-    spark = "dspark" in named.lower()
+    spark = "dspark" in str(settings.get("speculators_model_type") or named_architecture(settings)).lower()
     rank = whole_number(settings, where, "markov_rank", 0, least=0) if spark else 0
-    kind = settings.get("markov_head_type", "vanilla")
-    if rank and kind != "vanilla":
-        raise ModelLoadError(f"{where}: a Markov head of type {kind!r} is not supported; only 'vanilla' is")
+    markov = settings.get("markov_head_type", "vanilla")
+    if rank and markov != "vanilla":
+        raise ModelLoadError(f"{where}: a Markov head of type {markov!r} is not supported; only 'vanilla' is")
     # Speculators list the layers whose inputs the head reads; the other layouts list those whose outputs it reads.
     name, later = "aux_hidden_state_layer_ids", 0
     if settings.get(name) is None:
@@ -296,10 +278,9 @@ def parse_block_config(raw: Mapping[str, Any], where: str) -> BlockConfig:
     if not isinstance(aux, list) or not aux or any(type(i) is not int for i in aux):
         raise ModelLoadError(f"{where}: {name} must list the target's layers that the head reads, got {str(aux)[:80]}")
     return BlockConfig(
-        "block",
+        kind,
         layer,
-        whole_number(settings, where, "draft_vocab_size", layer.vocab_size),
-        whole_number(settings, where, "target_hidden_size", layer.hidden_size),
+        *_sizes(settings, layer, where),
         tuple(i + later for i in aux),
         block_size=whole_number(settings, where, "block_size", least=2, most=MAX_NODES),
         mask_token=whole_number(settings, where, "mask_token_id", least=0, most=layer.vocab_size - 1),

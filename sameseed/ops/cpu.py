@@ -8,7 +8,7 @@ The ops are in `_native_rows` and `_native_cache`, recorded passes in `_replay`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from sameseed.errors import ConfigError
 from sameseed.ops import _packed
@@ -40,29 +40,9 @@ from sameseed.ops._native_rows import (
 from sameseed.ops._replay import PlanReplay
 from sameseed.scheme import QuantTensor
 
-__all__ = [
-    "KV_FORMATS",
-    "attention",
-    "attention_rounding",
-    "delta",
-    "embedding",
-    "experts",
-    "gate",
-    "gelu_mul",
-    "move_kv",
-    "product",
-    "rms_norm",
-    "rope",
-    "rope_store",
-    "serves",
-    "silu_mul",
-    "softcap",
-    "store_kv",
-    "take",
-]
-
 try:
     from sameseed import _native
+    from sameseed._native import available_cores, isa, num_threads
 except ImportError as error:
     _missing: str | None = (
         f"the native module is not built ({error}); run `make build`, or `pip install` the package again"
@@ -75,6 +55,7 @@ DEVICES = frozenset({"cpu"})
 # Formats with kernels for float rows. `serves` also covers weights whose rows are quantized.
 LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in _packed.SERVED if rows is None}
 encode = _packed.encode
+replayer = PlanReplay  # `forward(ops, batch, cache, captures)` through recorded plans: the same bits, less Python
 
 
 def unavailable() -> str | None:
@@ -88,27 +69,9 @@ def unavailable() -> str | None:
     return None
 
 
-def isa() -> str:
-    """The instruction set in use: avx512bf16, avx512vnni, avx512, avxvnni, avx2, portable or amx."""
-    return _native.isa()
-
-
 def set_num_threads(threads: int) -> None:
     """Set the number of threads of a call. Raises ConfigError for a number below 1 or above 1024."""
-    try:
-        _native.set_num_threads(threads)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def num_threads() -> int:
-    """Number of threads that a call from this thread may use."""
-    return _native.num_threads()
-
-
-def available_cores() -> int:
-    """Number of physical cores in the affinity mask of this process, at most the CPU quota of its cgroup."""
-    return _native.available_cores()
+    _set(_native.set_num_threads, threads)
 
 
 def limit_threads(threads: int) -> None:
@@ -116,15 +79,14 @@ def limit_threads(threads: int) -> None:
 
     Raises ConfigError for a negative limit.
     """
+    _set(_native.limit_threads, threads)
+
+
+def _set(call: Callable[[int], None], threads: int) -> None:
     try:
-        _native.limit_threads(threads)
+        call(threads)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def replayer(forward: Any, ops: Any) -> Any:
-    """`forward(ops, batch, cache, captures)` through recorded plans (ops/_replay.py): the same bits, less Python."""
-    return PlanReplay(forward, ops)
 
 
 def pack(w: QuantTensor) -> QuantTensor:

@@ -24,7 +24,7 @@ from sameseed.measure.passes import PassWork, least_work
 from sameseed.measure.shapes import NAMES, SHAPES, get_shape
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import few_bits, following
-from sameseed.models.head_config import HeadConfig, expected_tensors, is_head, read_head_config
+from sameseed.models.head_config import HeadConfig, is_head, read_head_config
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import (
@@ -149,7 +149,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
 
 def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
     """Tensors that the head stores; without its files, those that it cannot borrow."""
-    own = dict(expected_tensors(head))
+    own = dict(head.tensors())
     own.pop("d2t", None)
     borrowed = ["embed_tokens.weight", *(["lm_head.weight"] if head.draft_vocab_size == head.layer.vocab_size else [])]
     stored = set()

@@ -25,8 +25,9 @@ from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
 from sameseed.quantize._plan import QuantizePlan, check
 from sameseed.quantize._walk import ModuleError, Walk, module_error
-from sameseed.quantize._work import WorkFolder, digest, fingerprint
+from sameseed.quantize._work import WorkFolder, digest
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
+from sameseed.store import weights_key
 
 log = logging.getLogger("sameseed")
 
@@ -155,7 +156,7 @@ class _Run:
         return {
             "schema": SCHEMA,
             "version": __version__,  # another version may choose other codes
-            "model": fingerprint(self.folder),
+            "model": weights_key(self.folder),
             "scheme": str(self.scheme),
             "method": self.pipeline.text,
             "options": dict(sorted(p.options.items())),

@@ -27,7 +27,6 @@ from sameseed.scheme import QuantTensor
 from sameseed.store import replacing
 
 MANIFEST = "manifest.json"
-PROBE = 1 << 20  # bytes at each end of a weight file that are hashed instead of the whole file
 
 
 class WorkFolder:
@@ -146,23 +145,6 @@ class WorkFolder:
 
 def _layer_name(index: int) -> str:
     return f"layer-{index:05d}.safetensors"
-
-
-def fingerprint(folder: Path) -> str:
-    """Digest of a model's folder (or GGUF file): of JSON files whole, of weight files by name, size and both ends."""
-    found = hashlib.sha256()
-    inside = [*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.safetensors")]
-    for path in [folder] if folder.is_file() else sorted(inside):
-        size = path.stat().st_size
-        found.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            if path.suffix in (".json", ".jinja") or size <= 2 * PROBE:
-                found.update(file.read())
-            else:
-                found.update(file.read(PROBE))
-                file.seek(-PROBE, os.SEEK_END)
-                found.update(file.read())
-    return found.hexdigest()[:16]
 
 
 def digest(tensor: Tensor) -> str:

@@ -19,7 +19,7 @@ from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import load_head
-from sameseed.models.head_config import expected_tensors, read_head_config
+from sameseed.models.head_config import read_head_config
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
 from sameseed_train import states
@@ -150,7 +150,7 @@ def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_for(folder, size=size, store="w8a8,lm_head=w8a16")
     head = run(folder, tmp_path / "out", recipe, stop_after=2).folder
     config, found = read_head_config(head), tensors(head)
-    expected = expected_tensors(config)
+    expected = config.tensors()
     del expected["embed_tokens.weight"]
     assert {n: tuple(t.shape) for n, t in found.items() if n != "t2d"} == expected
     assert found["d2t"].dtype == torch.int64

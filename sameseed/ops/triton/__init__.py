@@ -54,31 +54,3 @@ def unavailable(device: str = "cuda") -> str | None:
             "--backend reference"
         )
     return None
-
-
-__all__ = [
-    "DEVICES",
-    "KV_FORMATS",
-    "LINEAR_FORMATS",
-    "attention",
-    "attention_rounding",
-    "choose",
-    "embedding",
-    "gelu_mul",
-    "looks_ahead",
-    "move_kv",
-    "move_stacked",
-    "pack",
-    "product",
-    "product_rounding",
-    "replayer",
-    "rms_norm",
-    "rope",
-    "rope_store",
-    "row_invariant",
-    "serves",
-    "silu_mul",
-    "store_kv",
-    "unavailable",
-    "unpack",
-]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.head_config import HeadConfig, expected_tensors
+from sameseed.models.head_config import HeadConfig
 from sameseed.models.weights import TensorSource
 from sameseed_lab.twin.layout import PENALTY, TwinLayout, make_layout
 from sameseed_lab.twin.source import NONE, QUIET, Image, TwinSource
@@ -120,7 +120,7 @@ class HeadTwinSource(TwinSource):
         seed: int = 0,
     ) -> None:
         """`shapes`: of the small head's own tensors (others it shares with its target). `at`: name of its layer."""
-        own = expected_tensors(head.config, NAMES)
+        own = head.config.tensors(NAMES)
         if "embed_tokens.weight" not in shapes:
             del own["embed_tokens.weight"]  # the twin also shares its target's embedding
         super().__init__(head.layout, small, seed, own, f"{at}.self_attn.o_proj.weight")
