@@ -272,16 +272,12 @@ class Reading(Holding):
         captures: tuple[int, ...],
         policy: LengthPolicy,
         eos_token_ids: Seq[int] = (),
-        limit: int | None = None,
     ) -> None:
-        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target.
-
-        `limit`: the most rows of a sequence (None: those of the head's own context).
-        """
+        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
         head = runner.model
         self.options, self.runner, self.captures, self.policy = options, runner, captures, policy
         self.branches = self.branches_with(options)
-        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len if limit is None else limit)
+        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
         self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
 
     @classmethod

@@ -59,12 +59,14 @@ class EagleDrafter(Reading):
 
     judges = True
 
-    def __init__(self, options: Options, runner: HeadRunner, *more: Any, **named: Any) -> None:
+    def __init__(self, options: Options, runner: HeadRunner, captures: tuple[int, ...], *more: Any) -> None:
         head = runner.model
         own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
         slides = options.beyond == "slide"
         runner = HeadRunner(head, runner.cache, own if slides and own < head.max_model_len else None)
-        super().__init__(options, runner, *more, **named, limit=None if slides else min(own, head.max_model_len))
+        super().__init__(options, runner, captures, *more)
+        if not slides:
+            self.followers.limit = min(own, head.max_model_len)
 
     @classmethod
     def branches_with(cls, options: Drafter.Options) -> bool:
@@ -113,7 +115,7 @@ class EagleDrafter(Reading):
         logits, features, chosen = self.followers.last([g.seq for g in growing], first)
         if chosen is not None:
             holders, counts = [self.followers[g.seq].holder for g in growing], [g.depth for g in growing]
-            drawn = self.runner.draw(holders, counts, chosen, features, draws)
+            drawn: Drawn | None = self.runner.draw(holders, counts, chosen, features, draws)
             if drawn is not None and not self.policy.uses_confidence:
                 return drawn
             if drawn is not None:
