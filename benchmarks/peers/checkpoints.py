@@ -27,8 +27,7 @@ from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
 from sameseed.models.stream import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed_lab.twin import find_shape, make_twin
 
 HERE = Path(__file__).resolve().parent

@@ -15,8 +15,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.quantize import _run as quantizing
 from sameseed.quantize._head import turn_head
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import Progress, QuantizeResult
+from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult
 from sameseed.report import table as layout
 
 

@@ -44,21 +44,13 @@ class Tree:
         scores = (chances + base).ravel()
         count = chances.shape[1]
         rows = np.arange(len(above)).repeat(count)
-        new = np.asarray(tokens, np.int64).ravel(), above.repeat(count), rows, scores
         ends = np.zeros(len(scores), np.bool_) if ended is None else np.asarray(ended, np.bool_).ravel()
-        able = scores > -np.inf
-        if not able.all():
-            new, ends = (new[0][able], new[1][able], new[2][able], new[3][able]), ends[able]
-        self._level = len(self.tokens)
-        if self._level:
-            self.tokens = np.concatenate((self.tokens, new[0]))
-            self.parents = np.concatenate((self.parents, new[1]))
-            self.rows = np.concatenate((self.rows, new[2]))
-            self.scores = np.concatenate((self.scores, new[3]))
-            self.ended = np.concatenate((self.ended, ends))
-        else:
-            self.tokens, self.parents, self.rows, self.scores = new
-            self.ended = ends
+        level = np.asarray(tokens, np.int64).ravel(), above.repeat(count), rows, scores, ends
+        known = self.tokens, self.parents, self.rows, self.scores, self.ended
+        self._level, able = len(self.tokens), scores > -np.inf
+        self.tokens, self.parents, self.rows, self.scores, self.ended = (
+            np.concatenate((old, new[able])) for old, new in zip(known, level, strict=True)
+        )
 
     def expand(self, width: int) -> Ints:
         """At most `width` candidates of the last level to run next, the likeliest first; they get cache places.

@@ -30,43 +30,19 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError
 from sameseed.ops import reference
-from sameseed.ops._launches import num_launches
+from sameseed.ops._launches import num_launches as num_launches
 from sameseed.ops._rows import (
     TILE as TILE,
-    DeltaWeights,
-    ExpertWeights,
-    RowSource,
-    Then,
-    gated_rows,
-    normed_rows,
-    parted,
-    plain_rows,
+    DeltaWeights as DeltaWeights,
+    ExpertWeights as ExpertWeights,
+    RowSource as RowSource,
+    Then as Then,
+    gated_rows as gated_rows,
+    normed_rows as normed_rows,
+    parted as parted,
+    plain_rows as plain_rows,
 )
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
-
-__all__ = [
-    "SUMS",
-    "DeltaWeights",
-    "Ends",
-    "ExpertWeights",
-    "Forward",
-    "Grown",
-    "Ops",
-    "Replayed",
-    "RowSource",
-    "Then",
-    "available_cores",
-    "by_part",
-    "gated_rows",
-    "limit_threads",
-    "normed_rows",
-    "num_launches",
-    "num_threads",
-    "parted",
-    "plain_rows",
-    "resolve",
-    "set_num_threads",
-]
 
 log = logging.getLogger("sameseed.ops")
 

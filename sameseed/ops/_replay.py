@@ -327,20 +327,12 @@ class PlanReplay:
 
 def _laid_out(batch: Batch) -> bool:
     """Whether the batch is as build_batch makes it: contiguous int32 (mask: int64) tensors of matching lengths."""
-    rows = batch.token_ids.shape[0]
-    num_seqs = batch.num_pending.shape[0]
-    at = batch.positions if batch.key_positions is None else batch.key_positions
-    ints = (batch.token_ids, batch.positions, at, batch.slots, batch.row_offsets, batch.kv_lens, batch.logit_rows)
-    if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (*ints, batch.block_tables)):
-        return False
-    mask = batch.tree_mask
-    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
-        return False
-    lengths = (
-        batch.positions.shape[0],
-        at.shape[0],
-        batch.slots.shape[0],
-        batch.row_offsets.shape[0],
-        batch.kv_lens.shape[0],
+    b, rows, num_seqs = batch, len(batch.token_ids), len(batch.num_pending)
+    parts: list[tuple[Tensor | None, int]] = [(x, rows) for x in (b.token_ids, b.positions, b.key_positions, b.slots)]
+    parts += [(b.row_offsets, num_seqs + 1), (b.kv_lens, num_seqs), (b.block_tables, num_seqs), (b.tree_mask, rows)]
+    parts.append((b.logit_rows, len(b.logit_rows)))
+    return all(
+        len(x) == size and x.is_contiguous() and x.dtype is (torch.int64 if x is b.tree_mask else torch.int32)
+        for x, size in parts
+        if x is not None
     )
-    return lengths == (rows, rows, rows, num_seqs + 1, num_seqs) and batch.block_tables.shape[0] == num_seqs

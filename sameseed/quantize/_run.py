@@ -7,14 +7,14 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sameseed import __version__, fields, scheme as formats
+from sameseed import __version__, devices, fields, scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, llama_only, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
@@ -23,7 +23,6 @@ from sameseed.models.weights import TensorSource, expected_shapes
 from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
-from sameseed.quantize._plan import QuantizePlan, check
 from sameseed.quantize._walk import ModuleError, Walk, module_error
 from sameseed.quantize._work import WorkFolder, digest
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
@@ -37,6 +36,30 @@ HELD_OUT = 8  # rows that sensitivities are measured on
 HEAD_ROWS = 1 << 14  # rows of embedding or LM head that are float32 at one time
 MAPPED = 2**30  # bytes; hidden states of this size or more are kept in a file
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class QuantizePlan:
+    """The settings of a run: the model, the scheme and the method to store it with, and where the result goes.
+
+    `budget`: average bits per weight over the linear layers of the decoder. With a budget, `candidates` are the schemes
+    to choose from, and `scheme` applies only to modules that its rules name (they count in the average).
+    """
+
+    model: str
+    out: Path
+    scheme: str = "w4a16"
+    method: str = "rtn"
+    calibration: Path | None = None
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    budget: float | None = None
+    candidates: tuple[str, ...] = bits.CANDIDATES
+    overwrite: bool = False
+    resume: bool = False
+    device: str = "cpu"  # where layers are computed and rounded
 
 
 @dataclass(frozen=True)
@@ -102,6 +125,29 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
         source.check(config)
         nobody: Report = lambda progress: None  # noqa: E731
         return _Run(plan, folder, config, source, pipeline, scheme, calibration, report or nobody).finish()
+
+
+def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
+    """Raise ConfigError, before any file is read, for settings that exclude each other or do not work here."""
+    devices.check(plan.device)
+    if scheme.weights == "auto" and not scheme.rules and plan.budget is None:
+        raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16")
+    if plan.out.exists() and not plan.overwrite:
+        raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
+    if pipeline.needs and plan.calibration is None:
+        raise ConfigError(
+            f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
+        )
+    if plan.budget is not None:
+        candidates = [QuantScheme.parse(c) for c in plan.candidates]
+        if all(is_dense(c) for c in candidates):
+            raise ConfigError("a budget needs candidates of fewer bits, e.g. --candidates w4a16 w8a16 bf16")
+        if plan.calibration is None:
+            raise ConfigError("a budget is spent by measured loss; give --calibration FILE")
+        if not 0 < plan.budget < math.inf:
+            raise ConfigError(f"a budget is a number of bits a weight, e.g. 4.5; got {plan.budget:g}")
+    if not 0 <= plan.seed < 2**63:
+        raise ConfigError(f"the seed is a number from 0 to 2^63 - 1; got {plan.seed}")
 
 
 @dataclass

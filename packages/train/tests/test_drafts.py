@@ -18,8 +18,7 @@ from sameseed.errors import ConfigError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.loader import load_model, read_config
 from sameseed.models.runner import ModelRunner
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Completion, Sequence
 from sameseed.spec.draft import Draft
 from sameseed_train.checkpoint import export_model

@@ -86,8 +86,8 @@ class Graphs:
         self._logits: Tensor | None = None  # float32 [MOST_ROWS, V]: logits of the latest graph that ran
 
     def __call__(self, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor) -> Results:
-        device = cache.layers[0].k.device
-        capture = None if self._refused or not 0 < batch.num_rows <= MOST_ROWS else capture_for(device)
+        small = 0 < batch.num_rows <= MOST_ROWS
+        capture = capture_for(cache.layers[0].k.device) if small and not self._refused else None
         made_here = batch.token_ids.device.type == "cpu" and all(
             len(x) <= batch.num_rows for x in (batch.num_pending, batch.logit_rows)
         )
@@ -97,20 +97,14 @@ class Graphs:
         if capture is None or not made_here or not self._busy.acquire(blocking=False):
             return self._forward(self._ops, batch, cache, captures, *inputs)
         try:
-            return self._by_graph(capture, device, batch, cache, captures, inputs)
+            return self._by_graph(capture, batch, cache, captures, *inputs)
         finally:
             self._busy.release()
 
     def _by_graph(
-        self,
-        capture: Capture,
-        device: torch.device,
-        batch: Batch,
-        cache: Any,
-        captures: tuple[int, ...],
-        inputs: Seq[Tensor],
+        self, capture: Capture, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
     ) -> Results:
-        bucket = self._bucket(device, batch, cache, captures, inputs)
+        bucket = self._bucket(batch, cache, captures, inputs)
         bucket.buffers.fill(batch, inputs)
 
         def run() -> Results:
@@ -157,13 +151,13 @@ class Graphs:
         host reads or writes nothing in between. Returns None if this is not possible; the passes may then run one by
         one.
         """
-        rows, device = batch.num_rows, cache.layers[0].k.device
-        small = rows <= MOST_ROWS and len(steps.slots) <= MAX_NODES
-        capture = capture_for(device) if small and not (self._refused or self._no_chains) else None
+        small = batch.num_rows <= MOST_ROWS and len(steps.slots) <= MAX_NODES
+        able = small and not (self._refused or self._no_chains)
+        capture = capture_for(cache.layers[0].k.device) if able else None
         if capture is None or not self._busy.acquire(blocking=False):
             return None
         try:
-            return self._by_one_graph(capture, device, batch.without_chains(), steps, cache, captures, inputs)
+            return self._by_one_graph(capture, steps, batch.without_chains(), cache, captures, *inputs)
         except RuntimeError as error:
             self._no_chains = True
             log.warning("no graph of a chain could be recorded (%s); its passes come one by one", _reason(error))
@@ -172,16 +166,9 @@ class Graphs:
             self._busy.release()
 
     def _by_one_graph(
-        self,
-        capture: Capture,
-        device: torch.device,
-        batch: Batch,
-        steps: Steps,
-        cache: Any,
-        captures: tuple[int, ...],
-        inputs: Seq[Tensor],
+        self, capture: Capture, steps: Steps, batch: Batch, cache: Any, captures: tuple[int, ...], *inputs: Tensor
     ) -> Tensor:
-        bucket = self._bucket(device, batch, cache, captures, inputs, MAX_NODES)
+        bucket = self._bucket(batch, cache, captures, inputs, MAX_NODES)
         buffers = bucket.buffers
 
         def run() -> Results:
@@ -201,20 +188,15 @@ class Graphs:
         return buffers.choices[: len(steps.slots), :, : batch.num_rows].clone()
 
     def _bucket(
-        self,
-        device: torch.device,
-        batch: Batch,
-        cache: Any,
-        captures: tuple[int, ...],
-        inputs: Seq[Tensor],
-        most_steps: int = 0,
+        self, batch: Batch, cache: Any, captures: tuple[int, ...], inputs: Seq[Tensor], most_steps: int = 0
     ) -> Bucket:
         """The bucket of a batch, or of a chain of at most `most_steps` passes.
 
         If rows use top-k or top-p, tokens are chosen outside the graph, because the host launches kernels for each row.
         """
         draws = batch.draws if batch.draws is None or not (batch.draws.most or batch.draws.shares) else None
-        page = cache.layers[0].k.shape[1]
+        layer = cache.layers[0].k
+        page, device = layer.shape[1], layer.device
         rows, seqs = (1 << (count - 1).bit_length() for count in (batch.num_rows, batch.num_seqs))
         keys = NARROWEST
         while keys < batch.block_tables.shape[1] * page:
@@ -237,6 +219,4 @@ def _reason(error: RuntimeError) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def replayer(forward: Forward, ops: Ops) -> Graphs:
-    """`forward` through graphs, if the device supports them."""
-    return Graphs(forward, ops)
+replayer = Graphs  # `forward` through graphs, if the device supports them

@@ -125,16 +125,12 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
 
 def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
-
-    def kernel() -> None:
-        for launch in moving(layer, src, dst):
-            launch.run()
-
-    guarded("move_kv", kernel, lambda: reference.move_kv(layer, src, dst))
+    if not move_stacked(layer, src, dst):
+        reference.move_kv(layer, src, dst)
 
 
 def move_stacked(layers: KVLayer, src: Tensor, dst: Tensor) -> bool:
-    """move_kv in all layers at once; layers are the first axis of the tensors. False if the kernel does not compile."""
+    """move_kv in all layers at once, along a first axis of the tensors. False if the kernel does not compile."""
 
     def kernel() -> bool:
         for launch in moving(layers, src, dst):

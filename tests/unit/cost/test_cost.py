@@ -24,8 +24,7 @@ from sameseed.measure.limits import Limits
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.paper import sheet
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import SamplingParams, SpecMetrics
 from sameseed.scheme import QuantScheme
 

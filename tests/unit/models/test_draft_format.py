@@ -8,8 +8,7 @@ from sameseed.engine.settings import make_config
 from sameseed.models.draft_format import draft_scheme
 from sameseed.models.loader import resolve_model
 from sameseed.plan.paper import head_sheet, sheet
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.scheme import QuantScheme
 
 TARGET = resolve_model("embedded-target")

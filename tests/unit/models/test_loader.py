@@ -30,8 +30,7 @@ from sameseed.models.layouts.base import say_once
 from sameseed.models.loader import read_config, resolve_model, target_scheme
 from sameseed.models.safetensors_file import SafetensorsFile
 from sameseed.models.weights import read_weights, weight_bytes
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.scheme import QuantScheme
 
 

@@ -18,8 +18,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.models.loader import load_model
 from sameseed.quantize._head import turn_head
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.quantize.rotate import rotate_rows
 from sameseed.request import SamplingParams, Sequence
 
