@@ -53,27 +53,19 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW, progress
     save_tensors(tensors, path, {**progress, "optim_steps": optimizer.num_steps})
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW | None) -> dict[str, Any]:
-    """Load a checkpoint's weights (and the state of the optimizer, if given); returns the progress.
-
-    Raises ConfigError for a checkpoint of another model shape.
-    """
+def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW) -> dict[str, Any]:
+    """Load what `save_checkpoint` wrote; returns the progress. Raises ConfigError for a file that is unfit."""
     tensors, progress = read_tensors(path)
-    counts = [progress.get(name, 0) for name in ("step", "tokens", "seconds", "loss")]
-    counts.append(0 if optimizer is None else progress.get("optim_steps"))
+    counts = [progress.get(name) for name in ("step", "tokens", "seconds", "loss", "optim_steps")]
     right = all(isinstance(count, int | float) and math.isfinite(count) for count in counts)
     if not right or not all(t.float().isfinite().all() for t in tensors.values() if t.is_floating_point()):
         raise ConfigError(f"{path} holds numbers that are not finite; delete it and run again")
-    named = dict(model.named_parameters())
-    if {n.removeprefix("model.") for n in tensors if n.startswith("model.")} != set(named) or any(
-        tensors[f"model.{n}"].shape != p.shape for n, p in named.items()
-    ):
-        raise ConfigError(f"{path} was written for another model shape; delete it or restore the recipe")
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(tensors[f"model.{name}"])
-    if optimizer is not None:
-        optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress.pop("optim_steps"))
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ConfigError(f"{path} was written for another model shape; delete it or restore the recipe") from None
+    optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress.pop("optim_steps"))
     return progress
 
 

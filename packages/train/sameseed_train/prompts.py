@@ -186,8 +186,6 @@ def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: i
 
     Prompts are repeated without end, then all sampled; given texts are not. Raises ConfigError naming the line.
     """
-    if not path.is_file():
-        raise ConfigError(f"no prompts at {path}; give a file of JSON lines with 'prompt', 'messages' or 'text'")
     lines = [(line.kind, _fitting(line, tokenizer, settings)) for line in read_lines(path, *KINDS)]
     if not lines:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
@@ -233,8 +231,6 @@ def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) ->
 
     A prompt and `new_tokens` must fit into `context`. Raises ConfigError naming the line.
     """
-    if not path.is_file():
-        raise ConfigError(f"no prompts to measure on at {path}; name a file of JSON lines, or leave it out")
     found = []
     for line in read_lines(path, "messages", "prompt"):
         ids = line.encode(tokenizer)

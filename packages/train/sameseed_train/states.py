@@ -23,6 +23,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.decoder import Decoder
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
+from sameseed.spec.draft import Draft
 from sameseed_train.checkpoint import read_tensors, save_tensors
 
 PART = 128  # texts per file, and so the most that an interruption loses
@@ -54,13 +55,6 @@ class TextStates:
     ids: Tensor
     num_given: int
     states: Tensor
-
-
-class _NoNodes:
-    """An empty draft for ModelRunner.forward."""
-
-    def nodes(self, b: int) -> tuple[list[int], list[int]]:
-        return [], []
 
 
 def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
@@ -99,7 +93,7 @@ def write_texts(runner: ModelRunner, seeds: Seq[Seed], batch: int, seed: int) ->
             pending.append(min(len(seq) - seq.num_cached, left - (len(running) - place - 1)))
             left -= pending[-1]
         now = list(running)
-        out = runner.forward(now, _NoNodes(), pending)
+        out = runner.forward(now, Draft.empty(len(now)), pending)
         states = runner.commit(now, pending, [[]] * len(now), out)
         assert states is not None
         for seq, rows in zip(now, states.cpu().to(torch.bfloat16).split_with_sizes(pending), strict=True):

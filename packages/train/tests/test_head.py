@@ -210,7 +210,7 @@ GOOD = '{"prompt": "the sum of"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("prompts", None, "--prompts|no prompts"),
+        ("prompts", None, "prompts.* give"),
         ("prompts", GOOD + '{"question": "b"}', r"prompts\.jsonl:2"),
         ("prompts", "\n", "no prompts"),
         ("measure", None, "measure"),
