@@ -146,9 +146,8 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
         )
     from sameseed_train.draft import run_draft
     from sameseed_train.head import run_head
-    from sameseed_train.head_recipe import HeadRecipe
-    from sameseed_train.own import Sources
-    from sameseed_train.recipe import DraftRecipe, load_own_recipe
+    from sameseed_train.learning import Sources
+    from sameseed_train.recipe import DraftRecipe, HeadRecipe, load_own_recipe
 
     sources = Sources(args.prompts, args.data, args.measure)
     how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}

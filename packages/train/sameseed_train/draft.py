@@ -22,10 +22,9 @@ from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config,
 from sameseed.ops import normed_rows
 from sameseed_train.card import sizes
 from sameseed_train.checkpoint import export_model, load_exported
-from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
+from sameseed_train.learning import NUM_DRAFT_TOKENS, Own, Right, Sources, Trained, dense, learn
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import LlamaForTraining, shape_of
-from sameseed_train.own import Own, Sources, dense
 from sameseed_train.parallel import MaskedRows, MaskSettings, mask_of, masked_rows
 from sameseed_train.recipe import DraftRecipe, DraftSize, draft_shape
 from sameseed_train.states import TextStates

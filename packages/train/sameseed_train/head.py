@@ -24,9 +24,8 @@ from sameseed.models.safetensors_file import write_model
 from sameseed.scheme import QuantScheme
 from sameseed_train.card import sizes
 from sameseed_train.head_model import HeadBatch, HeadForTraining
-from sameseed_train.head_recipe import HeadRecipe, head_config
-from sameseed_train.learning import NUM_DRAFT_TOKENS, Right, Trained, learn
-from sameseed_train.own import Own, Sources, dense
+from sameseed_train.learning import NUM_DRAFT_TOKENS, Own, Right, Sources, Trained, dense, learn
+from sameseed_train.recipe import HeadRecipe, head_config
 from sameseed_train.states import StoredTexts, TextStates
 from sameseed_train.trainer import TrainJob
 

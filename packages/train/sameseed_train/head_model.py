@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import rope_table
-from sameseed_train.head_recipe import HeadRecipe
 from sameseed_train.learning import Right
 from sameseed_train.losses import fused_soft_cross_entropy, soft_targets
 from sameseed_train.model import Attention, Mlp, RMSNorm, llama_config, rotate
+from sameseed_train.recipe import HeadRecipe
 from sameseed_train.states import TextStates
 
 

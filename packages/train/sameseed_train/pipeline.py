@@ -20,10 +20,9 @@ from sameseed.models.loader import load_tokenizer
 from sameseed_train import card, data as corpus
 from sameseed_train.checkpoint import export_model, load_exported, read_tensors, save_tensors
 from sameseed_train.draft import run_draft
-from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Trained
+from sameseed_train.learning import NEW_TOKENS, NUM_DRAFT_TOKENS, Sources, Trained, check_empty
 from sameseed_train.measure import continued, perplexity, plot_losses, repetition, right_sums, write_prompts
 from sameseed_train.model import LlamaForTraining
-from sameseed_train.own import Sources, check_empty
 from sameseed_train.prompts import recipe_seeds
 from sameseed_train.recipe import Recipe, TextSettings, load_recipe
 from sameseed_train.states import TextStates

@@ -18,10 +18,9 @@ from sameseed_train import measure, trainer
 from sameseed_train.checkpoint import read_tensors
 from sameseed_train.draft import run_draft
 from sameseed_train.head import run_head
-from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
-from sameseed_train.own import Sources
+from sameseed_train.learning import Sources
 from sameseed_train.pipeline import run
-from sameseed_train.recipe import DraftRecipe, TextSettings, TrainSettings
+from sameseed_train.recipe import DraftRecipe, HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings
 
 
 @pytest.fixture

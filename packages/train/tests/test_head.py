@@ -24,12 +24,10 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
 from sameseed_train import states
 from sameseed_train.head import run_head
-from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
-from sameseed_train.learning import Trained
+from sameseed_train.learning import Sources, Trained, dense
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources, dense
 from sameseed_train.prompts import held_out
-from sameseed_train.recipe import TextSettings, TrainSettings
+from sameseed_train.recipe import HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings
 
 AUX = (1, 2, 3)
 NEW_TOKENS = 32

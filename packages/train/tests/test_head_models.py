@@ -17,8 +17,8 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed_train.head import export_head
 from sameseed_train.head_model import DraftRows, HeadForTraining
-from sameseed_train.head_recipe import HeadRecipe, SizeSettings, head_config
-from sameseed_train.own import dense
+from sameseed_train.learning import dense
+from sameseed_train.recipe import HeadRecipe, SizeSettings, head_config
 
 AUX = (1, 2, 3)
 STEPS = 4

@@ -17,11 +17,10 @@ from sameseed.models.loader import load_tokenizer
 from sameseed.tokenizer import Tokenizer
 from sameseed_train.checkpoint import save_tensors
 from sameseed_train.head import run_head
-from sameseed_train.head_recipe import HeadRecipe, SizeSettings
+from sameseed_train.learning import Sources
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources
 from sameseed_train.prompts import conversations, file_seeds, recipe_held_out, recipe_seeds
-from sameseed_train.recipe import SourceSettings, TextSettings, TrainSettings, load_own_recipe
+from sameseed_train.recipe import HeadRecipe, SizeSettings, SourceSettings, TextSettings, TrainSettings, load_own_recipe
 
 SOURCES = (
     SourceSettings("sums", "sums", "MIT", max_mb=0.02),

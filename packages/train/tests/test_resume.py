@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from sameseed.errors import ConfigError
 from sameseed_train.checkpoint import read_tensors, save_tensors
 from sameseed_train.head import run_head
-from sameseed_train.head_recipe import HeadRecipe, LossSettings, SizeSettings
+from sameseed_train.learning import Sources
 from sameseed_train.optim import OptimSettings
-from sameseed_train.own import Sources
-from sameseed_train.recipe import TextSettings, TrainSettings
+from sameseed_train.recipe import HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings
 from sameseed_train.states import StoredTexts
 
 
