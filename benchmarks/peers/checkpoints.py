@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sameseed.measure import shapes
 from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
-from sameseed.models.stream import stream_weights
+from sameseed.models.save import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed_lab.twin import find_shape, make_twin

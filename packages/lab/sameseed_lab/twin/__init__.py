@@ -16,8 +16,7 @@ from sameseed.models.eagle_loader import open_head, target_ids
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
-from sameseed.models.save import SHARD, copy_files, new_folder, source_config
-from sameseed.models.stream import check_room, num_bytes, stream_weights
+from sameseed.models.save import SHARD, check_room, copy_files, new_folder, num_bytes, source_config, stream_weights
 from sameseed.models.weights import Progress
 from sameseed_lab.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from sameseed_lab.twin.layout import TwinLayout, make_layout
