@@ -79,7 +79,10 @@ class Quantizer:
 
     @dataclass(frozen=True)
     class Options:
-        """The method has no options."""
+        """The method has no options; those of others are checked against their ranges."""
+
+        def __post_init__(self) -> None:
+            fields.check(self)
 
     def __init__(self, options: Any = None, seed: int = 0) -> None:
         self.options: Any = self.Options() if options is None else options

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed import fields
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.config import ModelConfig
@@ -29,7 +28,7 @@ class Awq(Quantizer):
     rounds = True
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Quantizer.Options):
         """`grid`: search steps from no scaling to the inputs' size, each with and without the weights' share.
 
         `clip`: also search each group's clipping range.
@@ -37,9 +36,6 @@ class Awq(Quantizer):
 
         grid: int = within(10, 1)
         clip: bool = True
-
-        def __post_init__(self) -> None:
-            fields.check(self)
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in STAGES:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sameseed import fields
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
@@ -25,7 +24,7 @@ class Gptq(Quantizer):
     rounds = True
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Quantizer.Options):
         """`damping`: this share of its mean is added to the Hessian's diagonal; `block`: columns passed on at once.
 
         `act_order`: round columns with large inputs first. `clip`: search each group's range before rounding.
@@ -35,9 +34,6 @@ class Gptq(Quantizer):
         block: int = within(128, 1)
         act_order: bool = True
         clip: bool = True
-
-        def __post_init__(self) -> None:
-            fields.check(self)
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         if stats is None:

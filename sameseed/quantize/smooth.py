@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed import fields
 from sameseed.fields import within
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats, is_dense
@@ -24,13 +23,10 @@ class Smooth(Quantizer):
     needs = frozenset({"hessian"})
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Quantizer.Options):
         """`alpha`: 0 leaves all outliers in the activations, 1 moves all into the weights."""
 
         alpha: float = within(0.5, 0, 1)
-
-        def __post_init__(self) -> None:
-            fields.check(self)
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage in NORM_OF:
