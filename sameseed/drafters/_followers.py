@@ -229,11 +229,16 @@ class Following(Holding):
 
     followers: Followers
 
-    @classmethod
-    def build(cls, options: Any, parts: Parts) -> Drafter:
+    def __init__(self, options: Any, parts: Parts, below: Below | None = None) -> None:
         assert parts.runner is not None
-        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.vocab_size, parts.policy)  # type: ignore[call-arg]
+        self.options, self.policy = options, parts.policy
+        self.runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
+        self.followers = Followers(self.runner, options.prefill_rows, parts.vocab_size, below)
+        self.branches = self.branches_with(options)
+
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> Drafter:
+        return cls(options, parts)
 
     @property
     def limit(self) -> int:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._followers import Followers, Following
-from sameseed.drafters._vocabulary import with_vocabulary
+from sameseed.drafters._followers import Following
 from sameseed.fields import within
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Below, Drafter, Parts, Round
+from sameseed.spec.drafter import Drafter, Parts, Round
 from sameseed.spec.step import decode_step
 
 
@@ -39,19 +37,10 @@ class CascadeDrafter(Following):
     owns = "model"
     num_below = (1, 1)
 
-    def __init__(self, options: Options, runner: ModelRunner, below: Below, vocab_size: int) -> None:
-        self.options = options
-        self.runner = runner
-        self.below = below.drafter
-        self.policy_below = below.policy
+    def __init__(self, options: Options, parts: Parts) -> None:
+        super().__init__(options, parts, parts.below[0])
+        self.below, self.policy_below = parts.below[0].drafter, parts.below[0].policy
         self.metrics = SpecMetrics()  # of this level's model with drafts from below
-        self.followers = Followers(runner, options.prefill_rows, vocab_size, below)
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> CascadeDrafter:
-        assert isinstance(options, cls.Options) and parts.runner is not None
-        runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
-        return cls(options, runner, parts.below[0], parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains: what the model writes after each sequence, cut to num_draft[b] tokens, never padded."""

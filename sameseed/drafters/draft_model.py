@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
-from sameseed.drafters._followers import Followers, Following
+from sameseed.drafters._followers import Following
 from sameseed.fields import within
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import LengthPolicy
+from sameseed.spec.drafter import Parts
 
 
 class DraftModelDrafter(Following, ChainDrafter):
@@ -35,13 +34,9 @@ class DraftModelDrafter(Following, ChainDrafter):
 
     owns = "model"
 
-    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
-        self.options = options
-        self.runner = runner
-        self.policy = policy
-        self.followers = Followers(runner, options.prefill_rows, vocab_size)
-        self.writer = ChainWriter(runner, policy, self.followers.vocab_limit, options.siblings)
-        self.branches = self.branches_with(options)
+    def __init__(self, options: Options, parts: Parts) -> None:
+        super().__init__(options, parts)
+        self.writer = ChainWriter(self.runner, self.policy, self.followers.vocab_limit, options.siblings)
         # What was drafted ahead, by sequence: the length of the text before it, and the chain, which the shadow holds.
         self._ready: dict[int, tuple[int, Chain]] = {}
 

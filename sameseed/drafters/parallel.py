@@ -13,13 +13,12 @@ from typing import Any
 
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
-from sameseed.drafters._followers import Followers, Following
+from sameseed.drafters._followers import Following
 from sameseed.errors import ConfigError
 from sameseed.fields import within
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import LengthPolicy
+from sameseed.spec.drafter import Parts
 from sameseed.spec.sampling import drawable, drawer
 from sameseed.spec.verify import on_host
 
@@ -48,9 +47,10 @@ class ParallelDrafter(Following, ChainDrafter):
     owns = "model"
     at_once = True
 
-    def __init__(self, options: Options, runner: ModelRunner, vocab_size: int, policy: LengthPolicy) -> None:
+    def __init__(self, options: Options, parts: Parts) -> None:
         """Raises ConfigError for a model without a mask token."""
-        config = runner.model.config
+        super().__init__(options, parts)
+        config = self.runner.model.config
         mask = config.mask_token if options.mask_token < 0 else options.mask_token
         if mask is None or mask >= config.vocab_size:
             said = "names no mask token" if mask is None else f"has {config.vocab_size} tokens, no mask_token {mask}"
@@ -58,13 +58,8 @@ class ParallelDrafter(Following, ChainDrafter):
                 f"drafter 'parallel': the model {said}; take one trained for parallel drafting (sameseed train draft "
                 "--parallel 8), or name the id that it was trained with: --draft-options '{\"mask_token\": ID}'"
             )
-        self.options = options
-        self.runner = runner
-        self.policy = policy
         self.mask = mask
         self.most = min(config.num_parallel or MAX_NODES, MAX_NODES)
-        self.followers = Followers(runner, options.prefill_rows, vocab_size)
-        self.branches = self.branches_with(options)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
