@@ -22,7 +22,7 @@ from sameseed.models.block import BlockRunner
 from sameseed.models.eagle import HeadRunner
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.request import Sequence
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.drafter import Parts, Span
 
 KEEP = 64  # hidden states kept of positions that have a cached row, so that as many tokens can be taken back
 WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait for the first draft
@@ -265,31 +265,17 @@ class Reading(Holding):
     kind: ClassVar[type[HeadRunner | BlockRunner]] = HeadRunner  # the runner of its heads
     followers: Contexts
 
-    def __init__(
-        self,
-        options: Any,
-        runner: Any,
-        captures: tuple[int, ...],
-        policy: LengthPolicy,
-        eos_token_ids: Seq[int] = (),
-    ) -> None:
-        """`captures`: target layers whose hidden states the head reads; `eos_token_ids`: those of the target."""
-        head = runner.model
-        self.options, self.runner, self.captures, self.policy = options, runner, captures, policy
-        self.branches = self.branches_with(options)
-        self.followers = Contexts(runner, options.prefill_rows, head.max_model_len)
-        self.guesses = Guesses(head.weights.target_ids, head.config.layer.vocab_size, eos_token_ids)
-
-    @classmethod
-    def build(cls, options: Any, parts: Parts) -> Drafter:
-        runner, target = parts.head, parts.target.model.config
-        assert isinstance(runner, cls.kind)
-        config = runner.model.config
+    def __init__(self, options: Any, parts: Parts) -> None:
+        runner: Any = parts.head
+        assert isinstance(runner, self.kind)
+        target, config = parts.target.model.config, runner.model.config
         config.check_target(target)
         if options.vocabulary:
-            tokens = read_vocabulary(options.vocabulary, target.vocab_size)
-            runner = cls.kind(with_vocabulary(runner.model, tokens), runner.cache)  # type: ignore[type-var, arg-type]
-        return cls(options, runner, config.captures(target.num_layers), parts.policy, target.eos_token_ids)
+            runner.model = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
+        self.options, self.policy, self.runner = options, parts.policy, runner
+        self.branches, self.captures = self.branches_with(options), config.captures(target.num_layers)
+        self.followers = Contexts(runner, options.prefill_rows, runner.model.max_model_len)
+        self.guesses = Guesses(runner.model.weights.target_ids, config.layer.vocab_size, target.eos_token_ids)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:

@@ -214,6 +214,10 @@ class Holding(Drafter):
     must_read = True
     followers: Any  # its `rewind` and `release` forget tokens, or a sequence; `num_read` is that of the drafter
 
+    @classmethod
+    def build(cls, options: Drafter.Options, parts: Parts) -> Drafter:
+        return cls(options, parts)  # type: ignore[call-arg]
+
     def num_read(self, seq: Sequence) -> int:
         return min(int(self.followers.num_read(seq)), len(seq))
 
@@ -235,10 +239,6 @@ class Following(Holding):
         self.runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
         self.followers = Followers(self.runner, options.prefill_rows, parts.vocab_size, below)
         self.branches = self.branches_with(options)
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> Drafter:
-        return cls(options, parts)
 
     @property
     def limit(self) -> int:

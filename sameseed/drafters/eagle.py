@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq, Set
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ from sameseed.drafters._tree import Tree
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
-from sameseed.models.eagle import HeadRunner, TreeLevel
+from sameseed.models.eagle import TreeLevel
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import Drafter
+from sameseed.spec.drafter import Drafter, Parts
 from sameseed.spec.sampling import FAILED, drawable, drawer
 
 
@@ -59,14 +58,14 @@ class EagleDrafter(Reading):
 
     judges = True
 
-    def __init__(self, options: Options, runner: HeadRunner, captures: tuple[int, ...], *more: Any) -> None:
-        head = runner.model
+    def __init__(self, options: Options, parts: Parts) -> None:
+        super().__init__(options, parts)
+        head = self.runner.model
         own = min(options.window or head.config.layer.max_model_len, head.config.layer.max_model_len)
-        slides = options.beyond == "slide"
-        runner = HeadRunner(head, runner.cache, own if slides and own < head.max_model_len else None)
-        super().__init__(options, runner, captures, *more)
-        if not slides:
+        if options.beyond == "stop":
             self.followers.limit = min(own, head.max_model_len)
+        elif own < head.max_model_len:
+            self.runner.window = own
 
     @classmethod
     def branches_with(cls, options: Drafter.Options) -> bool:
