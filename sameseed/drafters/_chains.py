@@ -135,34 +135,33 @@ class ChainWriter:
         self.siblings = siblings
 
     def draft(
-        self,
-        shadows: Seq[Sequence],
-        chains: Seq[Chain],
-        lengths: Seq[int],
-        num_seqs: int,
-        owners: Seq[int],
-        make: Callable[[], Draft],
+        self, shadows: Mapping[int, Sequence], chains: Seq[Chain], lengths: Seq[int], num_nodes: Seq[int]
     ) -> Draft | LateDraft:
-        """`extend`, then `make()`: a draft of `num_seqs` sequences, in which chain i is that of sequence owners[i].
+        """A draft of all sequences from their `chains`; those of sequences with shadows are extended before.
 
-        If the device can choose the tokens, and the host need not see them before the target's pass, the result is a
-        LateDraft, whose tokens the host has not read yet.
+        The arguments are by index of the sequence; num_nodes[b]: the most nodes. If the device can choose the tokens,
+        and the host need not see them before the target's pass, the result is a LateDraft, whose tokens the host has
+        not read yet.
         """
+        own, growing, most = list(shadows.values()), [chains[b] for b in shadows], [lengths[b] for b in shadows]
+
+        def made() -> Draft:
+            return draft_of(chains, num_nodes, self.policy.uses_confidence, self.siblings)
+
         unread = None
-        if not self.policy.uses_confidence and not any(c.tokens for c in chains):
-            unread = self._start(shadows, chains, lengths)
+        if not self.policy.uses_confidence and not any(c.tokens for c in growing):
+            unread = self._start(own, growing, most)
         if unread is None:
-            self.extend(shadows, chains, lengths)
-            return make()
-        active, drawn = unread
-        counts = dict(zip(active, drawn.counts, strict=True))
+            self.extend(own, growing, most)
+            return made()
+        counts, owners = dict(zip(unread[0], unread[1].counts, strict=True)), list(shadows)
 
         def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
-            self._take(shadows, chains, counts, found)
-            return make()
+            self._take(own, growing, counts, found)
+            return made()
 
         drafted = {owners[i]: count for i, count in counts.items()}
-        return LateDraft([drafted.get(b, 0) for b in range(num_seqs)], drawn, read)
+        return LateDraft([drafted.get(b, 0) for b in range(len(chains))], unread[1], read)
 
     def extend(
         self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], going: Callable[[], bool] = lambda: True

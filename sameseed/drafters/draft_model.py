@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
+from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
 from sameseed.drafters._followers import Following
 from sameseed.fields import within
 from sameseed.request import Sequence
@@ -52,14 +52,7 @@ class DraftModelDrafter(Following, ChainDrafter):
         for b in active:
             chains[b].cut(len(followers[seqs[b]]) - len(seqs[b]))  # to none if the shadow was cut back
         drafted = [c if b in active else Chain() for b, c in enumerate(chains)]
-        return self.writer.draft(
-            [followers[seqs[b]] for b in active],
-            [chains[b] for b in active],
-            [num_draft[b] for b in active],
-            len(seqs),
-            active,
-            lambda: draft_of(drafted, num_nodes, self.policy.uses_confidence, self.options.siblings),
-        )
+        return self.writer.draft({b: followers[seqs[b]] for b in active}, drafted, num_draft, num_nodes)
 
     def ahead(
         self, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]

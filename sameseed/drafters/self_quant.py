@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths, draft_of
+from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
 from sameseed.drafters._followers import Guide
 from sameseed.drafters._vocabulary import with_vocabulary
 from sameseed.fields import within
@@ -74,15 +74,7 @@ class SelfQuantDrafter(ChainDrafter):
                         self._guides[seq.seq_id] = Guide(seq.grammar.another())
                     guide = self._guides[seq.seq_id]
                     copy.grammar = None if guide.failed else guide  # as in a shadow: unguided drafts cost no more
-        chains = [Chain() for _ in seqs]
-        return self.writer.draft(
-            copies,
-            chains,
-            counts,
-            len(seqs),
-            range(len(seqs)),
-            lambda: draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings),
-        )
+        return self.writer.draft(dict(enumerate(copies)), [Chain() for _ in seqs], counts, num_draft)
 
     def release(self, seq: Sequence) -> None:
         self._guides.pop(seq.seq_id, None)
