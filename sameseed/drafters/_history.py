@@ -1,15 +1,30 @@
-"""History: an index of texts (token ids) that finds earlier occurrences of a suffix.
+"""Texts (token ids) of requests: History, an index that finds earlier occurrences of a suffix, and TextStore, a file.
 
 In place of a suffix tree, a hash table maps each n-gram to its latest places. A lookup extends each place backwards to
-the longest match. There is one entry per token. The oldest texts are dropped when the token limit is reached.
+the longest match. There is one entry per token. The oldest texts are dropped when the token limit is reached. The file
+is append-only, so that past texts are kept between processes.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from sameseed.errors import ConfigError
+from sameseed.store import PRIVATE, replacing
+
+log = logging.getLogger("sameseed.spec")
+
+MAGIC = b"sameseed texts 1\n"
+_HEAD = struct.Struct("<II")  # number of tokens, their sum modulo 2^32
 Text = list[int]
 
 
@@ -99,3 +114,118 @@ class History:
                 length += 1
             found.append(Place(text, end, length))
         return found
+
+
+def _texts(data: bytes, at: int, vocab_size: int) -> tuple[list[list[int]], int]:
+    """The complete texts in `data` from byte `at` on, up to one that makes no sense, and the byte where they end."""
+    texts: list[list[int]] = []
+    while at + _HEAD.size <= len(data):
+        length, total = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + 4 * length
+        if end > len(data):
+            break
+        tokens = np.frombuffer(data, np.int32, length, at + _HEAD.size)
+        known = not length or 0 <= tokens.min() <= tokens.max() < vocab_size
+        if int(tokens.sum(dtype=np.int64)) % 2**32 != total or not known:
+            break
+        texts.append(tokens.tolist())
+        at = end
+    return texts, at
+
+
+class TextStore:
+    """A file: MAGIC, the vocabulary size (uint32), then for each text its length, its token sum, and its tokens int32.
+
+    A text that was cut off while it was written is dropped, and so are all texts after it. Raises ConfigError for a
+    file of another kind or vocabulary, for a file that cannot be read, and for a folder that does not exist. If a write
+    fails, a warning is logged and nothing more is written: requests must not fail because of the store.
+    """
+
+    def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
+        self.path = path.expanduser()
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size or 0
+        self._since_rewrite = 0
+        self._failed = False
+        if not self.path.parent.is_dir():
+            raise ConfigError(f"the store {self.path} has no folder; make {self.path.parent} first")
+        if self.path.is_dir():
+            raise ConfigError(f"the store {self.path} is a folder; name a file")
+
+    def read(self) -> list[list[int]]:
+        """The latest texts, the oldest first, at most `max_tokens` tokens in all. A newest text that is longer is cut.
+
+        Of a text that is cut, the end is kept. Raises ConfigError for a file that cannot be read.
+        """
+        try:
+            data = self.path.read_bytes()
+            if self.path.stat().st_mode & 0o077:  # earlier versions left it readable by every user of the machine
+                with suppress(OSError):  # somebody else's file
+                    self.path.chmod(PRIVATE)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the store {self.path} ({error.strerror}); allow it, or name another file"
+            ) from None
+        at = len(MAGIC) + 4
+        if data[: len(MAGIC)] != MAGIC or len(data) < at:
+            raise ConfigError(f"{self.path} is no store of texts; name another file, or delete it")
+        width = struct.unpack_from("<I", data, len(MAGIC))[0]
+        if width != self.vocab_size:
+            raise ConfigError(
+                f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
+            )
+        texts, at = _texts(data, at, self.vocab_size or 2**31)
+        kept, size = len(texts), 0
+        while kept and size + len(texts[kept - 1]) <= self.max_tokens:
+            kept -= 1
+            size += len(texts[kept])
+        latest = texts[kept:] or [text[-self.max_tokens :] for text in texts[-1:]]
+        if kept or at != len(data):
+            try:
+                self._write(latest)
+            except OSError as error:
+                self._stop(error)
+        return latest
+
+    def append(self, text: list[int]) -> None:
+        """Append a text; does nothing once a write has failed."""
+        if self._failed:
+            return
+        try:
+            if not self.path.exists():
+                self._write([])
+            size = self.path.stat().st_size
+            try:
+                with self.path.open("ab") as file:
+                    file.write(_packed(text))
+            except OSError:
+                with suppress(OSError):  # a partly written text would hide all texts appended later
+                    os.truncate(self.path, size)
+                raise
+            self._since_rewrite += len(text)
+            if self._since_rewrite > self.max_tokens:  # reading drops what is too old
+                self._since_rewrite = 0
+                self.read()
+        except (OSError, ConfigError) as error:
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        if not self._failed:
+            log.warning(
+                "the store %s cannot be kept (%s): texts are no longer written; make room, or restore it, and restart",
+                self.path,
+                error,
+            )
+        self._failed = True
+
+    def _write(self, texts: list[list[int]]) -> None:
+        with replacing(self.path, PRIVATE) as file:
+            file.write(MAGIC + struct.pack("<I", self.vocab_size))
+            for text in texts:
+                file.write(_packed(text))
+
+
+def _packed(text: list[int]) -> bytes:
+    return _HEAD.pack(len(text), sum(text) % 2**32) + np.array(text, np.int32).tobytes()

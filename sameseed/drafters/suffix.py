@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from sameseed.drafters._history import History, Place
-from sameseed.drafters._store import TextStore
+from sameseed.drafters._history import History, Place, TextStore
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.request import Sequence

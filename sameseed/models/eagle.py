@@ -66,23 +66,16 @@ class EagleHead(Runnable):
         self.rope = rope_table(config.layer.rope, config.layer.head_dim, max_model_len).to(self.device)
 
     @torch.inference_mode()
-    def forward(
+    def run(
         self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run the rows of `batch`, each a token with the feature x [T, C] of the position before it.
 
         `captured`: x [T, F] are the target's captured hidden states, from which the features are computed. `window`:
         number of tokens that a row attends to, itself included. Returns logits float32 [R, Vd] of `batch.logit_rows`,
-        and the head's own features [T, C], which replace the target's features when the head continues its own draft.
+        the head's own features [T, C], which replace the target's features when the head continues its own draft, and
+        the tokens (ids of the target) drawn by `batch.draws`.
         """
-        logits, features, _ = self.run(x, batch, cache, window, captured=captured)
-        return logits, features
-
-    @torch.inference_mode()
-    def run(
-        self, x: Tensor, batch: Batch, cache: KVCache, window: int | None = None, *, captured: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`forward`, and the tokens (ids of the target) drawn by `batch.draws`."""
         logits, features, chosen = self._pass(batch, cache, (int(captured), window or 0), x)
         assert features is not None
         return logits, features, chosen
@@ -90,7 +83,7 @@ class EagleHead(Runnable):
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`forward`; `how`: captured or not, and the window (0: none)."""
+        """`run`; `how`: captured or not, and the window (0: none)."""
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         captured, window = how
         batch = batch.on(self.device)
@@ -188,7 +181,7 @@ class HeadRunner:
         Returns logits [T, Vd] and the nodes' own features [T, C]. The nodes' rows stay in the cache behind the
         holder's rows, by place, until they are overwritten.
         """
-        return self.model.forward(features, self._batch(levels), self.cache, self.window)
+        return self.model.run(features, self._batch(levels), self.cache, self.window)[:2]
 
     def grow(self, trees: Seq[Any], num_rows: int, logits: Tensor, features: Tensor, ends: Ends | None) -> Grown | None:
         """Run all levels of several trees (`expand`) in one call, or None if unsupported; see `PlanReplay.grow`."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sameseed import store
-from sameseed.drafters._store import TextStore
+from sameseed.drafters._history import TextStore
 
 
 @pytest.fixture

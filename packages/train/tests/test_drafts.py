@@ -22,10 +22,9 @@ from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Completion, Sequence
 from sameseed.spec.draft import Draft
 from sameseed_train.checkpoint import export_model
-from sameseed_train.draft import begin_draft, components, run_draft
+from sameseed_train.draft import MaskSettings, begin_draft, chain_lengths, components, mask_of, masked_rows, run_draft
 from sameseed_train.learning import Sources
 from sameseed_train.model import LlamaForTraining, ModelShape
-from sameseed_train.parallel import MaskSettings, chain_lengths, mask_of, masked_rows
 from sameseed_train.recipe import DraftRecipe, DraftSize, TextSettings, TrainSettings
 from sameseed_train.states import TextStates
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given
 from lawkit import make_engine, random_prompts, run
 
-from sameseed.drafters._history import History
-from sameseed.drafters._store import TextStore
+from sameseed.drafters._history import History, TextStore
 from sameseed.drafters.ngram import NgramDrafter
 from sameseed.drafters.suffix import SuffixDrafter
 from sameseed.errors import ConfigError

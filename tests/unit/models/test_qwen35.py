@@ -140,7 +140,7 @@ def test_the_mtp_block_of_a_gguf_file(folders, tmp_path):
         head = load_mtp(path, target, ops.resolve(backend), QuantScheme())
         batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
         states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
-        out, _ = head.forward(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)
+        out = head.run(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)[0]
         logits.append(out)
     assert torch.allclose(*logits[:2], atol=1e-4 * float(logits[0].abs().max()))
     assert torch.equal(*logits[1:])
