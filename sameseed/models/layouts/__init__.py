@@ -16,8 +16,7 @@ from sameseed.models.layouts.base import Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.floats import Fp8, ModelOpt, Mxfp4
-from sameseed.models.layouts.gptq import AwqLayout, GptqLayout
-from sameseed.models.layouts.marlin import MarlinLayout, QqqLayout, is_marlin
+from sameseed.models.layouts.gptq import AwqLayout, GptqLayout, MarlinLayout, QqqLayout, is_marlin
 from sameseed.models.layouts.mlx import Mlx
 from sameseed.models.layouts.sameseed import Own
 

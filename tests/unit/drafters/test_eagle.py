@@ -12,7 +12,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, assert_nothing_left, load_pair, random_
 
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from sameseed.drafters._tree import Tree
+from sameseed.drafters.eagle import Tree
 from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import load_head
