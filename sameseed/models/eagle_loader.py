@@ -19,13 +19,7 @@ from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead, HeadWeights
-from sameseed.models.head_config import (
-    OPTIONAL,
-    TARGET_SIGNS,
-    BlockConfig,
-    HeadConfig,
-    read_head_config,
-)
+from sameseed.models.head_config import OPTIONAL, TARGET_SIGNS, BlockConfig, HeadConfig, read_head_config
 from sameseed.models.inner import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops

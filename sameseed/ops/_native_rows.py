@@ -133,11 +133,7 @@ _SOURCES = {"plain": 0, "norm": 1, "silu": 2, "gelu": 3, "clamped": 4}  # RowSou
 
 
 def product(
-    rows: RowSource,
-    w: QuantTensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    on: Executor = NOW,
+    rows: RowSource, w: QuantTensor, bias: Tensor | None = None, residual: Tensor | None = None, on: Executor = NOW
 ) -> Tensor:
     """Rows [T, K] times w [O, K] transposed, plus bias [O], plus residual [T, O]; returns [T, O].
 

@@ -154,12 +154,7 @@ def _merging(
 
 
 def attention(
-    q: Tensor,
-    layer: KVLayer,
-    batch: Batch,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, layer: KVLayer, batch: Batch, scale: float, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Grouped-query attention of q [T, H, D] over the paged cache; returns [T, H, D]. Causal, with trees and a window.
 
