@@ -17,8 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sameseed.ops.triton import early
-from sameseed.ops.triton.rounding import inverse, power_of
+from sameseed.ops.triton.common import inverse, power_of, wait
 from sameseed.ops.triton.softmax import TILE, merge, step, terms
 
 SEARCHED: tl.constexpr = tl.constexpr(128)  # sequences that are searched at a time
@@ -151,7 +150,7 @@ def attend(
         # The keys of this program: [begin, stop).
         TAKEN: tl.constexpr = SPAN if WALK == "span" else STRETCH
         begin, stop = tile_low // KEYS * KEYS, tile_high
-        early.wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
+        wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
         if WALK != "all":
             begin = tl.maximum(begin, tl.program_id(2) * TAKEN)
             stop = tl.minimum(stop, tl.program_id(2) * TAKEN + TAKEN)
@@ -236,4 +235,4 @@ def attend(
                 tl.store(sums_ptr + where * 2, sp_m, mask=real)
                 tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)
     else:
-        early.wait(EARLY)  # a kernel must not end before the previous kernel ends
+        wait(EARLY)  # a kernel must not end before the previous kernel ends

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sameseed.ops.triton import early
-from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat
+from sameseed.ops.triton.common import ROUND, SMALLEST, bfloat, wait
 
 
 @triton.jit
@@ -116,7 +115,7 @@ def rotate_store(
     HALF: tl.constexpr = DIM // 2
     angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
     slot = tl.load(slots_ptr + t)  # -1: the row belongs to no sequence and is not stored
-    early.wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
+    wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
     first = slot.to(tl.int64) * kv_heads - num_heads
     if h < num_heads:
         y1, y2 = _turned(q_ptr + t * q_stride + h * DIM, angles, DIM, BLOCK)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sameseed.ops.triton import early
+from sameseed.ops.triton.common import wait
 from sameseed.ops.triton.rows import make_ready
 from sameseed.ops.triton.sums import share_of
 
@@ -108,7 +108,7 @@ def product(
     base = (tl.program_id(1) * BLOCK_O).to(tl.int64)
     outputs_at = tl.program_id(1) * BLOCK_O + o
     known = outputs_at < outputs
-    early.wait(EARLY)
+    wait(EARLY)
     of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # packing.by_block
     if WHOLE and SPLIT > 1:
         t = (first + tl.arange(0, TILE)).to(tl.int64)
@@ -171,7 +171,7 @@ def combine(
     EARLY: tl.constexpr,
 ):
     """Add the shares of a row in ascending order; then bias and residual."""
-    early.wait(EARLY)
+    wait(EARLY)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, tl.program_id(0).to(tl.int64), o, num_rows, outputs, BIAS,
                RESIDUAL, SPLIT)  # fmt: skip
@@ -199,7 +199,7 @@ def combine_norm(
     EARLY: tl.constexpr,
 ):
     """`combine` for a whole row, then `rows.prepare` with norm. It reads the row again, for the bits of `prepare`."""
-    early.wait(EARLY)
+    wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     add_shares(parts_ptr, bias_ptr, residual_ptr, out_ptr, t, tl.arange(0, BLOCK), num_rows, outputs, BIAS, RESIDUAL,
                SPLIT)  # fmt: skip

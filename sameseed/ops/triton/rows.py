@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sameseed.ops.triton import early
-from sameseed.ops.triton.rounding import ROUND, SMALLEST, bfloat, inverse, power_of
+from sameseed.ops.triton.common import ROUND, SMALLEST, bfloat, inverse, power_of, wait
 
 
 @triton.jit
@@ -162,7 +161,7 @@ def prepare(
     EARLY: tl.constexpr,
 ):
     """Prepare one row by `SOURCE` in the `FORM` of a product. Scales: a power of two per row, or one per group."""
-    early.wait(EARLY)
+    wait(EARLY)
     t = tl.program_id(0).to(tl.int64)
     row = t
     if GATHER:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sameseed.ops.triton import early
+from sameseed.ops.triton.common import inverse, power_of, wait
 from sameseed.ops.triton.decode import e4m3, e5m2, int8
-from sameseed.ops.triton.rounding import inverse, power_of
 
 TILE: tl.constexpr = tl.constexpr(16)  # queries per product: the smallest tile of tensor cores
 AT_ONCE: tl.constexpr = tl.constexpr(8)  # spans per stretch, and the most stretches that are merged side by side
@@ -172,7 +171,7 @@ def combine(
     # side, then with each other in order. Every element loads its own sums, so nothing is exchanged before that.
     t = tl.program_id(0).to(tl.int64)
     place = t * num_heads + tl.program_id(1)
-    early.wait(EARLY)
+    wait(EARLY)
     # For rows that belong to no sequence, the bounds may be any numbers. They are clamped to the range of parts.
     first = tl.maximum(tl.load(bounds_ptr + t * 2) // SPANS, 0)
     last = tl.minimum(tl.cdiv(tl.load(bounds_ptr + t * 2 + 1), SPANS), num_parts)

@@ -1,13 +1,27 @@
-"""Helpers of kernels that round: powers of two, rounding to nearest even by addition, and rounding to bfloat16."""
+"""Helpers of kernels: the wait for the previous kernel, powers of two, and rounding to nearest even and to bfloat16."""
 
-# Kernels are written in Triton's language: they have no type annotations, and comments instead of docstrings.
+# Kernels are written in Triton's language, so they have no type annotations.
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # scheme.SMALLEST
 ROUND: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to nearest even
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Wait until all previous kernels have ended and their writes are visible; then let the next kernel begin.
+
+    For programmatic dependent launch (compute capability 9.0): a kernel begins before the previous kernel has ended,
+    and chains of kernels keep their order. Before waiting it may read only data that was complete when the pass began,
+    such as the batch.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
