@@ -64,10 +64,8 @@ def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
 
 def new_runner(target: Decoder, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> ModelRunner:
     """A runner for `batch` texts of at most `longest` tokens."""
-    c = target.config
     blocks = batch * -(-longest // BLOCK)
-    device = str(target.device)
-    cache = KVCache(c.kv_shapes, blocks, BLOCK, kv_format, device)
+    cache = KVCache(target.config.kv_shapes, blocks, BLOCK, kv_format, str(target.device))
     return ModelRunner(target, cache, captures)
 
 

@@ -138,19 +138,13 @@ def launches(
     first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, STAGES, free)
     if taken == "all":
         return [first]
-    return [first, _merging(results, taken, num_rows, num_heads, dim, num_keys, free)]
-
-
-def _merging(
-    results: dict[str, Any], taken: str, num_rows: int, num_heads: int, dim: int, num_keys: int, free: frozenset[str]
-) -> Launch:
-    """The launch that merges partial results: up to eight warps, one per stretch; 32 or 128 dimensions of a head."""
+    # Partial results are merged by up to eight warps, one per stretch, for 32 or 128 dimensions of a head.
     spans = 1 if taken == "span" else AT_ONCE.value
     lines = min(AT_ONCE.value, triton.next_power_of_2(-(-num_keys // STRETCH)))
     width = 32 if 2 * num_rows * num_heads < MULTIPROCESSORS else 128  # one value per lane is fastest, four cheapest
     sizes = {"SPANS": spans, "PARTS": AT_ONCE.value // spans, "LINES": lines, "DIM": dim, "BLOCK": width}
-    sizes["EARLY"] = begins_early(num_rows, results["out_ptr"].device)
-    return Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)
+    sizes["EARLY"] = begins_early(num_rows, q.device)
+    return [first, Launch(combine, (num_rows, num_heads, -(-dim // width)), results, sizes, warps=lines, free=free)]
 
 
 def attention(
