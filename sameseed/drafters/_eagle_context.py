@@ -264,10 +264,11 @@ class Reading(Holding):
     owns = "head"
     kind: ClassVar[type[HeadRunner | BlockRunner]] = HeadRunner  # the runner of its heads
     followers: Contexts
+    runner: Any
 
     def __init__(self, options: Any, parts: Parts) -> None:
+        assert isinstance(parts.head, self.kind)
         runner: Any = parts.head
-        assert isinstance(runner, self.kind)
         target, config = parts.target.model.config, runner.model.config
         config.check_target(target)
         if options.vocabulary:
