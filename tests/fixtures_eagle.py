@@ -6,7 +6,7 @@ import torch
 from fixtures_models import whole_pass
 from safetensors.torch import load_file, save_file
 
-from sameseed.models.head_config import expected_tensors, parse_head_config
+from sameseed.models.head_config import parse_head_config
 
 LAYER = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -34,7 +34,7 @@ def random_head(config, seed=0, layer="midlayer", scale=1.0):
     """Tensors of a random head; d2t is spread over the vocabulary if the head's vocabulary is smaller."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in expected_tensors(config, layer).items():
+    for name, shape in config.tensors(layer).items():
         noise = torch.randn(shape, generator=generator)
         if name == "d2t":
             chosen = torch.randperm(config.layer.vocab_size, generator=generator)[: shape[0]].sort().values

@@ -13,8 +13,7 @@ from sameseed.cli import main
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import read_json
 from sameseed.models.loader import resolve_model
-from sameseed.quantize._plan import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.scheme import QuantScheme
 from sameseed.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from lawkit import load_pair, make_engine, run, texts, write_model
 from sameseed import devices, ops
 from sameseed.batch import UNKNOWN
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_loader import load_head
 from sameseed.models.eagle import HeadRunner
+from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.triton import graphs, guard

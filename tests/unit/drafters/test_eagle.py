@@ -12,6 +12,7 @@ from lawkit import MODEL_VOCAB, SAMPLED, assert_nothing_left, load_pair, random_
 
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.drafters._choices import likely
 from sameseed.drafters.eagle import Tree
 from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
@@ -156,7 +157,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy):
             if needs_adjusting(seq, 2):
                 found = drafter.guesses.adjusted(rows, seq, [[3, 4]], 4)
             else:
-                found = drafter.guesses.likeliest(rows, seq, 2, 4)
+                found = likely(rows, seq, 2, 4, drafter.guesses.target_ids)
             tokens, log_probs = (x[0].tolist() for x in found)
             right += tokens[0] == choose(logits.numpy(), seq, [3, 4], ())
             assert len(set(tokens)) == 4

@@ -12,8 +12,8 @@ from sameseed.config import SpecConfig
 from sameseed.drafters._choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
 from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
 from sameseed.errors import ConfigError
-from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.models.inner import with_tokens
+from sameseed.models.loader import load_tokenizer, resolve_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
 

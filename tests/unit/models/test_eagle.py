@@ -13,8 +13,8 @@ from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.eagle import HeadRunner, TreeLevel
+from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.head_config import is_head, parse_head_config, read_head_config
 from sameseed.models.loader import load_model
 from sameseed.ops import plain_rows

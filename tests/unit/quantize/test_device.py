@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from sameseed import devices
 from sameseed.errors import ConfigError
 from sameseed.quantize import _walk
-from sameseed.quantize._run import QuantizePlan
-from sameseed.quantize._run import quantize
+from sameseed.quantize._run import QuantizePlan, quantize
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.loader import load_model, read_config
 from sameseed.quantize import _work
 from sameseed.quantize._calibrate import pack, read_calibration
-from sameseed.quantize._run import QuantizePlan
-from sameseed.quantize._run import FILE, quantize
+from sameseed.quantize._run import FILE, QuantizePlan, quantize
 from sameseed.store import replacing
 from sameseed.tokenizer import Tokenizer
 
