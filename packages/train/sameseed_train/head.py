@@ -57,7 +57,7 @@ class HeadLearner:
     def job(self, own: Own, out: Path, device: str) -> TrainJob:
         """The head's training, from initial weights of the target."""
         head, recipe, target = self.model, self._recipe, own.target
-        columns = own.columns(self.config.captures(own.num_layers))
+        columns = own.columns(self.config)
         embedding = dense(target.ops, target.weights.embedding)
         ids = frequent_tokens(own.texts, own.begun["num_texts"], self.config.draft_vocab_size, len(embedding))
         self._ids = None if ids is None else ids.to(device)
@@ -68,7 +68,8 @@ class HeadLearner:
         tokens = Vocabulary(target, own.texts.counts(len(embedding)), self._ids, recipe.loss.candidates)
 
         def batch(step: int) -> list[HeadBatch]:
-            return [head.lesson(texts, columns, recipe, step) for texts in own.parts(step)]
+            unroll = 1 if step < recipe.loss.alone * recipe.train.steps else recipe.loss.unroll
+            return [head.batch(texts, columns, unroll, recipe.loss.learn_prompts) for texts in own.parts(step)]
 
         def loss(batch_: HeadBatch) -> Tensor:
             chosen = tokens.candidates(batch_.written)
@@ -89,7 +90,7 @@ class HeadLearner:
         head = HeadForTraining(read_head_config(folder), 0)
         head.load_state_dict({n: t.float() for n, t in tensors.items()})
         head.to(own.target.device)
-        columns, weights = own.columns(self.config.captures(own.num_layers)), own.target.weights
+        columns, weights = own.columns(self.config), own.target.weights
         lm_head = dense(own.target.ops, weights.lm_head) if self._ids is None else head.lm_head.weight
         embedding = dense(own.target.ops, weights.embedding)
         return lambda text: head.right(text, columns, embedding, lm_head, ids, NUM_DRAFT_TOKENS)

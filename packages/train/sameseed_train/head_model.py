@@ -11,7 +11,7 @@ Letters as in `models.eagle`; B texts of a batch, N rows of a text, A rows that 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,14 +112,14 @@ class HeadForTraining(nn.Module):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
-    def batch(self, texts: Seq[TextStates], columns: list[int], unroll: int) -> HeadBatch:
-        """Rows of some texts; `columns`: indices of the head's captures among the stored states.
+    def batch(self, texts: Seq[TextStates], columns: list[int], unroll: int, whole: bool = False) -> HeadBatch:
+        """Rows of some texts; `columns`: indices of the head's captures among the stored states. `whole`: also prompts.
 
         A row reads the target's states at its place; the states at the next give the target's distribution.
         """
         width, device = self.config.target_hidden_size, str(self.device)
         num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
-        first = torch.tensor([max(0, t.num_given - 2) for t in texts])
+        first = torch.tensor([0 if whole else max(0, t.num_given - 2) for t in texts])
         wide = max(1, int(num_rows.max()))
         tokens = torch.zeros(len(texts), wide, dtype=torch.long)
         states = torch.zeros(len(texts), wide, len(columns) * width)
@@ -135,12 +135,6 @@ class HeadForTraining(nn.Module):
         rows = DraftRows.of(num_rows, first, unroll, wide, device)
         parts = (t.to(device) for t in (tokens, states, torch.cat(last), torch.cat(written)))
         return HeadBatch(rows, unroll, *parts)
-
-    def lesson(self, texts: Seq[TextStates], columns: list[int], recipe: HeadRecipe, step: int) -> HeadBatch:
-        """The batch of a training step."""
-        alone = step < recipe.loss.alone * recipe.train.steps
-        texts = [replace(text, num_given=0) for text in texts] if recipe.loss.learn_prompts else texts
-        return self.batch(texts, columns, 1 if alone else recipe.loss.unroll)
 
     def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
         """Weighted sum over drafts of KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C] or some of its rows.
@@ -163,7 +157,7 @@ class HeadForTraining(nn.Module):
         """Whether chains of `num` drafts are right along a text; `ids`: the target's id of each token of the head."""
         if len(text.states) < 2:
             return [[] for _ in range(num)]
-        batch = self.batch([replace(text, num_given=0)], columns, num)
+        batch = self.batch([text], columns, num, whole=True)
         outputs = self(embedding[batch.tokens], batch.states, batch.rows, num)
         first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
         best = (ids[(out @ lm_head.T).argmax(-1).cpu()] for out in outputs)

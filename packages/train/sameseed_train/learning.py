@@ -19,6 +19,7 @@ from sameseed import ops, scheme
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
+from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.scheme import QuantTensor, cache_format
 from sameseed_train.card import acceptance as acceptance_of, write_card
@@ -69,13 +70,9 @@ class Own:
     begun: dict[str, Any]
     states: States
 
-    @property
-    def num_layers(self) -> int:
-        return self.target.config.num_layers
-
-    def columns(self, captures: Seq[int]) -> list[int]:
-        """The indices of some layers among those whose states are read."""
-        return [self.states.captures.index(layer) for layer in captures]
+    def columns(self, head: HeadConfig) -> list[int]:
+        """The indices of the layers that a head reads among those whose states are read."""
+        return [self.states.captures.index(layer) for layer in head.captures(self.target.config.num_layers)]
 
     def batch(self, step: int) -> list[TextStates]:
         """The texts of a training step, with their states."""

@@ -191,8 +191,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """
 
     def kernel() -> Tensor:
-        packed = x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-        launch, out = rotation(packed, positions, table.contiguous())
+        launch, out = rotation(heads_packed(x), positions, table.contiguous())
         launch.run()
         return out
 
