@@ -49,10 +49,7 @@ def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) ->
     `room`: tokens left in the context. `bound`: a grammar restricts the text, and the text ends where the grammar does.
     """
     bound = bound or fields.choice is not None
-    if fields.limit is None:
-        max_tokens = room if fields.usual is None else min(fields.usual, room)
-    else:
-        max_tokens = max(1, fields.limit)
+    max_tokens = min(fields.usual or room, room) if fields.limit is None else max(1, fields.limit)
     check_length(max_tokens, text)
     max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
     bias = fields.logit_bias or {}

@@ -328,7 +328,7 @@ async def test_results_go_back_in_the_models_own_form(pair: Pair) -> None:
     codec = TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, 304, 256)
     user, call, result = MESSAGES
     said = [user, call | {"reasoning": "hm"}, result | {"content": "rain<turn|>"}]
-    ids = await codec.chat(read(ChatFields, {"messages": said, "tools": TOOLS}).content())
+    (ids,) = await codec.prompts(read(ChatFields, {"messages": said, "tools": TOOLS}).content(), False)
     assert codec.tokenizer.decode(ids, skip_special_tokens=False) == (
         "<|tool><|turn>user\nweather?<turn|>\n<|turn>assistant\n<|channel>thought\nhm<channel|>"
         '<|tool_call>call:get{city:<|"|>Ulm<|"|>}<tool_call|><|tool_response>response:get{value:<|"|>rain<turn|><|"|>}'
