@@ -203,7 +203,7 @@ def test_quality_by_format(tmp_path: Path) -> None:
     """Perplexity and HumanEval beside published values, also if no speed was measured; plots name the small draft."""
     pytest.importorskip("matplotlib")
     write_data(tmp_path)
-    flags = ["study", "assisted", *TOY, "--data", str(tmp_path), "--out", str(tmp_path)]
+    flags = ["study", "assisted", *TOY, "--data", str(tmp_path), "--problems", "1", "--out", str(tmp_path)]
     assert main([*flags, "--only", "HumanEval in bf16", "perplexity in bf16", "perplexity in nf4"]) == 0
     values = {r["config"]["format"]: r["perplexity"]["value"] for r in _records(tmp_path) if r["perplexity"]}
     ours = {p.what: p.ours for p in assisted.STUDY.report(_records(tmp_path)).published}

@@ -40,6 +40,7 @@ class StudyArgs:
     repeat: int = 3  # runs of each setting, interleaved
     threads: Annotated[int | None, option("N")] = None  # CPU threads; unset: all cores
     data: Annotated[Path | None, option("DIR")] = None  # evaluation sets, for cells that ask for one (HumanEval)
+    problems: Annotated[int | None, option("N")] = None  # of HumanEval; unset: --num-prompts
 
 
 def run(argv: Seq[str], prog: str) -> int:
@@ -63,6 +64,7 @@ def run(argv: Seq[str], prog: str) -> int:
             args.repeat,
             args.threads,
             args.data,
+            args.problems,
             _models(args),
             lambda title, done, total: update(description=title, completed=done, total=total),
         )
@@ -91,10 +93,9 @@ def _models(args: StudyArgs) -> dict[str, str]:
         for flag, given in (("--draft", args.draft), ("--head", args.head)):
             if given is not None and args.size != "real":
                 raise ConfigError(f"{flag} needs the target that it drafts for; name it with --model")
-    own = (
-        {"target": args.model, "1b": args.draft or "ngram"} if args.model else {**REAL, "1b": args.draft or REAL["1b"]}
-    )
-    return {role: name for role, name in {**own, "head": args.head}.items() if name is not None}
+    target, draft = (args.model, "ngram") if args.model else (REAL["target"], REAL["1b"])
+    own = {"target": target, "1b": args.draft or draft, "head": args.head}
+    return {role: name for role, name in own.items() if name is not None}
 
 
 def _list() -> int:

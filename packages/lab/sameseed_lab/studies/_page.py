@@ -21,13 +21,7 @@ _TEMPLATES = templates(
 )
 
 
-def render(
-    name: str,
-    study: Study,
-    report: Report,
-    records: Records,
-    left_out: Seq[tuple[str, str]],
-) -> str:
+def render(name: str, study: Study, report: Report, records: Records, left_out: Seq[tuple[str, str]]) -> str:
     """The HTML page. `left_out`: names of cells without records, with the reason."""
     last = next((r for r in reversed(records) if "repetitions" in r), records[-1])
     drafted = [same for r in records if (same := same_text(r)) is not None]

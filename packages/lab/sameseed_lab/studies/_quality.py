@@ -57,7 +57,9 @@ class QualityCell:
         return [self._one(llm, model, setup, t) for t in ((0.0, SAMPLED) if self.task == HUMANEVAL else (0.0,))]
 
     def _one(self, llm: LLM, model: str, setup: StudySetup, temperature: float) -> dict[str, Any]:
-        asked = TaskSettings(setup.data, setup.num_prompts, False, temperature, 0.95 if temperature else 1.0)
+        asked = TaskSettings(
+            setup.data, setup.problems or setup.num_prompts, False, temperature, 0.95 if temperature else 1.0
+        )
         text, meter = PerplexityText(tokens=min(MOST, PER_PROMPT * setup.num_prompts)), Meter()
         report = partial(setup.progress, self.name)
         if self.task == PERPLEXITY:

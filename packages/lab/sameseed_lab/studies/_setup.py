@@ -45,7 +45,8 @@ class StudySetup:
 
     `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins; "real"
     uses `models`: by role ("target", "1b" for the draft, "head") a model, or for a draft also a drafter's name. `data`:
-    folder of evaluation sets, for cells that measure quality. Raises ConfigError for a value out of range.
+    folder of evaluation sets, for cells that measure quality; `problems`: how many of HumanEval are taken.
+    Raises ConfigError for a value out of range.
     """
 
     size: str
@@ -56,6 +57,7 @@ class StudySetup:
     repeat: int = within(3, 1)
     threads: int | None = within(None, 1)
     data: Path | None = None
+    problems: int | None = None
     models: Mapping[str, str] = field(default_factory=lambda: REAL)
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
 
@@ -126,4 +128,5 @@ class StudySetup:
         texts = [(p.id, *p.facts) for p in self.read()]
         facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
         facts += [dict(self.models)] if self.size == "real" else []
+        facts += [self.problems] if self.problems and getattr(cell, "task", "") == "humaneval" else []
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
