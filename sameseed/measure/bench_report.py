@@ -93,7 +93,11 @@ def make_record(
         **origin(BENCH_SCHEMA, machine_),
         "run": run_id,
         "config": dict(config),
-        "repetitions": [_repetition(*each) for each in zip(runs, ratios, equal, strict=True)],
+        "repetitions": [
+            {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s", "num_steps")}
+            | {"speedup": ratio, "equals_plain": same, "time_split": _split(run)}
+            for run, ratio, same in zip(runs, ratios, equal, strict=True)
+        ],
         "tokens_per_s": median(run.tokens_per_s for run in plain) * median(ratios),
         "repeated": runs[0].repeated,
         "latency_s": spread([m.total_time for m in done]),
@@ -121,12 +125,6 @@ def _remarks(draft: str, run: Run) -> dict[str, object]:
     if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
         found["useless_draft"] = True
     return found
-
-
-def _repetition(run: Run, ratio: float, same: bool) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in ("seconds", "num_tokens", "tokens_per_s")}
-    found |= {"speedup": ratio, "equals_plain": same}
-    return {**found, "num_steps": run.num_steps, "time_split": _split(run)}
 
 
 def _split(run: Run) -> dict[str, float]:

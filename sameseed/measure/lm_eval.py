@@ -30,15 +30,7 @@ except ImportError as error:
     raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
 
 MAX_TOKENS = 256
-# The harness's generation settings, by their names in SamplingParams, and the type of each.
-SAMPLING = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "seed": int,
-}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")  # named as in SamplingParams
 IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_length", "skip_special_tokens"}
 
 
@@ -152,7 +144,7 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     for name in given:
         if name not in SAMPLING and name not in IGNORED:
             raise RequestError(f"generation argument {name!r} has no meaning here; leave it out of --gen_kwargs")
-    chosen: dict[str, Any] = {k: kind(given[k]) for k, kind in SAMPLING.items() if given.get(k) is not None}
+    chosen: dict[str, Any] = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if given.get("do_sample") is False:
         chosen["temperature"] = 0.0
     return SamplingParams(max_tokens=int(length), stop=stop, **({"seed": 0} | chosen))

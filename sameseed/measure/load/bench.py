@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, within
@@ -55,14 +56,9 @@ def arrivals(level: LoadLevel, count: int, seed: int, seconds: float | None = No
     process; lower values are burstier, higher values more regular.
     """
     assert level.rate is not None
-    noise = random.Random(f"arrivals {seed}")
-    moments, now = [], 0.0
-    for _ in range(count):
-        if seconds is not None and now >= seconds:
-            break
-        moments.append(now)
-        now += noise.gammavariate(level.burstiness, 1 / (level.rate * level.burstiness))
-    return moments
+    gaps = np.random.default_rng(seed).gamma(level.burstiness, 1 / (level.rate * level.burstiness), count)
+    moments = [0.0, *np.cumsum(gaps).tolist()][:count]
+    return moments if seconds is None else [moment for moment in moments if moment < seconds]
 
 
 async def closed(

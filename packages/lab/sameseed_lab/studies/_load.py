@@ -116,15 +116,11 @@ class LoadCell:
         form, kv = next((f, v) for f, v in self.formats if label.removeprefix(self.name_of(f, v)) in ("on", "off"))
         made["config"] |= {"format": form, "kv_format": kv, "draft": self.draft, "k": self.k}
         taken = [r["usage"] for r in made["repetitions"]]
-        made["usage"] = {name: _median([u[name] for u in taken]) for name in taken[0]}
+        each = {name: [u[name] for u in taken] for name in taken[0]}
+        made["usage"] = {name: None if None in values else median(values) for name, values in each.items()}
         if (form, kv) != self.formats[0]:
             made["same_texts"] = None  # texts differ between formats
         return made
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if len(known) == len(values) else None
 
 
 @contextmanager
