@@ -20,17 +20,14 @@ UNKNOWN = -1  # stands for a token that the host has not read (`Batch.late`)
 
 
 class Draw(NamedTuple):
-    """How the token after a row of logits is drawn: key of the noise, temperature (`divisor`), truncation.
+    """How the token after a row of logits is drawn."""
 
-    `floor`: the lowest scaled logit that min-p keeps; `top_k` 0 or less and `top_p` 1 mean off. `greedy`: the token is
-    the argmax, and the other fields are ignored."""
-
-    key: int  # uint64
-    divisor: float
-    floor: float
-    greedy: bool
-    top_k: int = 0
-    top_p: float = 1.0
+    key: int  # of the noise, uint64
+    divisor: float  # the temperature
+    floor: float  # the lowest scaled logit that min-p keeps
+    greedy: bool  # the token is the argmax, and the other fields are ignored
+    top_k: int = 0  # 0 or less: off
+    top_p: float = 1.0  # 1: off
 
 
 GREEDY = Draw(0, 1.0, -math.inf, True)
@@ -38,20 +35,16 @@ GREEDY = Draw(0, 1.0, -math.inf, True)
 
 @dataclass(frozen=True)
 class Draws:
-    """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`).
-
-    `cut` holds the indices of rows with a top-k, and their k - 1; `most` is the largest k. `shares` holds (row, top-p)
-    for rows with a top-p. `sure`: the probabilities of the choices are wanted too.
-    """
+    """How each of R rows is drawn, for a backend that chooses tokens (`Ops.choose`)."""
 
     keys: Tensor  # int64 [R]
     divisors: Tensor  # float64 [R]
     floors: Tensor  # float64 [R]
     greedy: Tensor  # int32 [R]
-    cut: Tensor  # int64 [2, n]
-    most: int
-    shares: tuple[tuple[int, float], ...]
-    sure: bool = False
+    cut: Tensor  # int64 [2, n]: the rows with a top-k, and their k - 1
+    most: int  # the largest k
+    shares: tuple[tuple[int, float], ...]  # rows with a top-p, and that
+    sure: bool = False  # are the probabilities of the choices wanted too?
 
     @classmethod
     def of(cls, rows: Seq[Draw], sure: bool = False) -> Draws:
@@ -84,10 +77,8 @@ class Batch:
     First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
     its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
     `tree_mask` is 0 for a pending row. For node i, bit j is set if node j is i itself or an ancestor of i, which an
-    earlier pass may have stored. `logit_rows`: the rows whose logits are wanted. If rows attend to only a part of their
-    sequence, `block_tables` and `kv_lens` describe that part, and `key_positions` count within it. `late`: tokens that
-    an earlier pass chose on the device and the host has not read, of the rows `late_rows`, whose `token_ids` are
-    UNKNOWN.
+    earlier pass may have stored. If rows attend to only a part of their sequence, `block_tables` and `kv_lens` describe
+    that part, and `key_positions` count within it.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -98,11 +89,11 @@ class Batch:
     kv_lens: Tensor  # int32 [B]
     block_tables: Tensor  # int32 [B, M]
     tree_mask: Tensor | None  # int64 [T]
-    logit_rows: Tensor  # int32 [R]
+    logit_rows: Tensor  # int32 [R]: the rows whose logits are wanted
     key_positions: Tensor | None = None  # int32 [T]: positions for attention, if they are not `positions`
     draws: Draws | None = None  # for the R rows, if the backend should choose tokens
-    late_rows: Tensor | None = None  # int64 [n]
-    late: Tensor | None = None  # int32 [n], on the device
+    late_rows: Tensor | None = None  # int64 [n]: rows whose `token_ids` are UNKNOWN, as the host has not read them
+    late: Tensor | None = None  # int32 [n], on the device: their tokens, which an earlier pass chose there
     # int32 [3, B], of a model with recurrent layers: slot, tokens that the stored state covers, and that it will cover
     states: Tensor | None = None
 
@@ -159,13 +150,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Steps:
-    """What differs between k passes in which B sequences write chains, one row each.
+    """What differs between k passes in which B sequences write chains, one row each."""
 
-    `slots` int32 [k, B], `keys` of the noise int64 [k, B]. After its last row a sequence has slot -1: none is stored.
-    """
-
-    slots: NDArray[np.int32]
-    keys: NDArray[np.int64]
+    slots: NDArray[np.int32]  # [k, B]; after its last row a sequence has slot -1: none is stored
+    keys: NDArray[np.int64]  # of the noise [k, B]
 
 
 def _tensors(of: Batch | Draws) -> dict[str, Tensor]:
@@ -186,11 +174,11 @@ def _moved(parts: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """One sequence's part of a pass, as plain lists. `nodes` and `parents` describe its draft."""
+    """One sequence's part of a pass, as plain lists."""
 
     pending: Seq[int]  # token ids
     num_cached: int
-    nodes: Seq[int]  # token ids
+    nodes: Seq[int]  # token ids of its draft
     parents: Seq[int]  # index among nodes, -1 = the last known token
     blocks: Seq[int]
     wants_logits: bool

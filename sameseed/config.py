@@ -43,18 +43,11 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How to speculate. `method` is a drafter's name, or "none"; `model` is for drafters that own a model.
+    """How to speculate. With the policy "disco", `confidence` is the probability that the whole draft is to keep."""
 
-    `drafter`: the user's own `Drafter`, an object or a class; `method` is then only its name. With the policy "disco",
-    `confidence` is the probability that the whole draft is to keep. `options`: the drafter's own Options. `below`: the
-    drafters below this one (a cascade's, or those that `first` asks in turn), each with its own settings.
-    """
-
-    method: str = "none"
-    model: str | None = None
-    format: str = told(
-        "auto", "the draft's number format, as --format; auto: the cheapest that pays; nested: self_quant"
-    )
+    method: str = "none"  # a drafter's name, or "none"
+    model: str | None = None  # of a drafter that owns one
+    format: str = told("auto", "number format of the draft (self_quant: also nested); auto: the cheapest that pays")
     num_draft_tokens: int = within(
         4, 0, MAX_DRAFT_TOKENS, help="most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4"
     )
@@ -65,12 +58,12 @@ class SpecConfig:
         "longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: goodput, "
         "or fixed if --confidence is given",
     )
-    options: Mapping[str, object] = field(default_factory=dict)
-    below: tuple[SpecConfig, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)  # the drafter's own Options
+    below: tuple[SpecConfig, ...] = ()  # a cascade's drafters, or those that `first` asks in turn, with their settings
     overlap: int = within(
         0, 0, help="cores that draft ahead while the target checks on the others (pays only if cores would idle)"
     )
-    drafter: Any = None
+    drafter: Any = None  # the user's own `Drafter`, an object or a class; `method` is then only its name
 
     def __post_init__(self) -> None:
         fields.check(self)

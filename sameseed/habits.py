@@ -19,16 +19,12 @@ else:
 
 @dataclass(frozen=True)
 class Word:
-    """A name in another library. `here`: the name in sameseed. `values`: the other library's values, and ours.
+    """A name in another library. An empty Word has no effect on texts: any value is dropped."""
 
-    `same`: values that ask for what sameseed does anyway. `why`: what to do instead. An empty Word has no effect on
-    texts: any value is dropped.
-    """
-
-    here: str = ""
-    values: Mapping[str, str] = field(default_factory=dict)
-    same: Collection[object] = ()
-    why: str = ""
+    here: str = ""  # the name in sameseed
+    values: Mapping[str, str] = field(default_factory=dict)  # the other library's values, and ours
+    same: Collection[object] = ()  # values that ask for what sameseed does anyway
+    why: str = ""  # what to do instead
 
 
 def _words(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Word]:

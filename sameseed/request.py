@@ -166,30 +166,24 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters, as the engine takes it; `index` counts the completions of `n`.
-
-    `tenant`: whose data this is. What drafters and caches keep of one tenant's texts is not used for other tenants,
-    unless that is asked for. `owner`: who sent the request. If not all requests can run at once, owners get equal
-    shares, however many requests each has. `priority`: if not all can run at once, lower values go first, but no
-    request waits forever. `score_prompt`: return log-probabilities of the prompt's tokens too (with `params.logprobs`).
-    `grammar`: a constraint on the text. `detailed`: metrics list every draft. `streamed`: tokens are given out as they
-    are decided, not only at the end.
-    """
+    """One prompt with its parameters, as the engine takes it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    index: int = 0
+    index: int = 0  # counts the completions of `n`
     prompt: str | None = None
-    tenant: str = ""
-    owner: str = ""
+    tenant: str = (
+        ""  # whose data this is: what is kept of a tenant's texts serves no other one, unless that is asked for
+    )
+    owner: str = ""  # who sent it: if not all can run at once, owners get equal shares, however many requests each has
     speculation: Speculation | None = None
-    score_prompt: bool = False
+    score_prompt: bool = False  # return log-probabilities of the prompt's tokens too (with `params.logprobs`)
     grammar: Grammar | None = None
-    priority: int = 0
-    detailed: bool = False
-    streamed: bool = True
+    priority: int = 0  # if not all can run at once, lower values go first, but no request waits forever
+    detailed: bool = False  # metrics list every draft
+    streamed: bool = True  # tokens are given out as they are decided, not only at the end
 
 
 class FinishReason(str, Enum):
@@ -419,11 +413,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Completion(habits.Hinted):
-    """One finished text; `seed` reproduces it.
-
-    levels[i] names the drafter's level that first drafted output token i; None: the target's own token. text_offset[i]:
-    the character of the text at which token i begins. `n`: the number of completions that the request asked for.
-    """
+    """One finished text; `seed` reproduces it."""
 
     request_id: str
     index: int
@@ -434,13 +424,13 @@ class Completion(habits.Hinted):
     finish_reason: FinishReason
     seed: int
     metrics: Metrics
-    levels: tuple[str | None, ...]
+    levels: tuple[str | None, ...]  # for each token the drafter's level that first drafted it; None: the target's own
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens but the first
-    text_offset: tuple[int, ...] = ()
+    text_offset: tuple[int, ...] = ()  # for each token the character of the text at which it begins
     ruled_out: bool = False  # did it fail because the request's own constraints left no token?
     error: str = ""  # why it failed, if finish_reason is "error"
-    n: int = 1
+    n: int = 1  # completions that the request asked for
     finished = True
 
     @property

@@ -31,15 +31,11 @@ SMALLEST = 2.0**-100  # rows with a smaller absmax count as zeros: 127 / absmax 
 
 @dataclass(frozen=True)
 class QuantArgs:
-    """How a format stores a weight: `group` values along K share a scale (None: one scale per row).
+    """How a format stores a weight."""
 
-    `symmetric`: no zero points. `variant`: a variant of the format, by the suffix of its name (nf4-dq, fp8-b128); None:
-    the plain format.
-    """
-
-    group: int | None = None
-    symmetric: bool = True
-    variant: str | None = None
+    group: int | None = None  # values along K that share a scale; None: one scale per row
+    symmetric: bool = True  # no zero points
+    variant: str | None = None  # of the format, by the suffix of its name (nf4-dq, fp8-b128); None: the plain format
 
 
 @dataclass(frozen=True)
@@ -48,17 +44,16 @@ class QuantTensor:
 
     `activations` says how rows of x are rounded before the product. "int8": quantized in the weight's groups
     (`quantize_rows`). "fp8": rounded to e4m3 (`round_rows`). "bf16": rounded to bfloat16. "outliers": as "int8", but
-    numbers beyond `OUTLIER` stay floats (`split_outliers`). None: x stays float32. `layout`: "plain" is the format's
-    own; any other is a backend's (`ops.pack`, `ops.unpack`). `order` int64 [K]: column i of codes and scales is column
-    order[i] of the weight (GPTQ's act-order). Products gather x by it (`Ops.product`); `decode` restores the columns.
+    numbers beyond `OUTLIER` stay floats (`split_outliers`). None: x stays float32. `order`: column i of codes and
+    scales is column order[i] of the weight (GPTQ's act-order). Products gather x by it; `decode` restores the columns.
     """
 
     format: str
     shape: tuple[int, int]
     parts: Mapping[str, Tensor]
     activations: str | None = None
-    layout: str = "plain"
-    order: Tensor | None = None
+    layout: str = "plain"  # the format's own; any other is a backend's (`ops.pack`, `ops.unpack`)
+    order: Tensor | None = None  # int64 [K]
 
     @property
     def nbytes(self) -> int:
@@ -73,41 +68,32 @@ class QuantTensor:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Keys and values of one layer: k, v [num_blocks, block_size, Hk, W] in the format's storage type.
+    """Keys and values of one layer in the format's storage type; W is D, or the bytes of a row that is packed."""
 
-    W is D, or for formats that pack rows the bytes of a row (last dimension of the codes of `encode_kv`). Scales are
-    float32 [num_blocks, block_size, Hk], one per token and head, or None for formats without scales. `format` may name
-    separate formats for keys and values (`kv_formats`).
-    """
-
-    format: str
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
+    format: str  # of keys and values, or one for each (`kv_formats`)
+    k: Tensor  # [num_blocks, block_size, Hk, W]
+    v: Tensor  # [num_blocks, block_size, Hk, W]
+    k_scale: Tensor | None  # float32 [num_blocks, block_size, Hk]; None for formats without scales
     v_scale: Tensor | None
 
 
 class Format:
-    """A number format, for weights and, if `kv_dtype` is not None, for the cache. The first axis of weight parts is O.
+    """A number format, for weights and for the cache. The first axis of weight parts is O.
 
-    `bits`: bits of a code, without scales: the precision to expect. uint8 codes of 1, 2 or 4 bits are packed in files.
-    `weights`: whether the format supports weights. `kv_dtype`: storage type of cached rows; `query_dtype`: the type to
-    which scaled queries are rounded. `options`: what a scheme may ask for: "group", "asymmetric", "activations",
-    "activations-fp8", "activations-bf16", "activations-outliers", names of variants. `groups`: group sizes tried in
-    turn if a scheme asks for none; if none divides K, a row has one scale. `nests`: the activations for which a backend
-    keeps a weight of fewer bits separately inside a weight of this format. `scale_parts`: the parts that multiply
-    integers, in the order of a product. Methods for what a format does not support raise ConfigError.
+    Methods for what a format does not support raise ConfigError. uint8 codes of 1, 2 or 4 bits are packed in files.
     """
 
     name: str
-    bits: int
-    weights: bool = True
-    kv_dtype: torch.dtype | None = None
-    query_dtype: torch.dtype = torch.float32
-    options: frozenset[str] = frozenset()
-    groups: tuple[int, ...] = ()
-    nests: str | None = None
-    scale_parts: tuple[str, ...] = ("scales",)
+    bits: int  # of a code, without scales: the precision to expect
+    weights: bool = True  # does it serve weights?
+    kv_dtype: torch.dtype | None = None  # storage type of cached rows; None: it does not serve the cache
+    query_dtype: torch.dtype = torch.float32  # to which scaled queries are rounded
+    options: frozenset[str] = frozenset()  # what a scheme may ask for: some of OPTIONS, and names of variants
+    groups: tuple[int, ...] = ()  # tried in turn if a scheme asks for none; if none divides K, a row has one scale
+    nests: str | None = (
+        None  # activations for which a backend keeps a weight of fewer bits separately inside one of these
+    )
+    scale_parts: tuple[str, ...] = ("scales",)  # the parts that multiply integers, in the order of a product
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
         """Bits per weight in rows of `width`, scales and zero points included; a kernel's packing may add padding."""
@@ -364,18 +350,14 @@ _SUFFIXES = re.compile(
 class QuantScheme:
     """How a model's matrices are stored and multiplied; norms and biases stay float32.
 
-    `weights` is a format's name, or "auto": what the checkpoint stores. `group`: values along K that share a scale
-    (None: the format's choice for each K; CHANNEL: all of a row). `activations`: "int8", "fp8", "bf16", "outliers" or
-    None (see QuantTensor); with weights "auto", only for weights that can take them. `variant`: see QuantArgs. `rules`:
-    separate schemes for modules whose names match a glob (`lm_head`, `model.layers.0.*`); the first match counts
-    (`at`). Raises ConfigError for what the format does not support, RegistryError for an unknown format.
+    Raises ConfigError for what the format does not support, RegistryError for an unknown format.
     """
 
-    weights: str = "auto"
-    group: int | None = None
+    weights: str = "auto"  # a format's name, or "auto": what the checkpoint stores
+    group: int | None = None  # see QuantArgs; None: the format's choice for each K; CHANNEL: all of a row
     symmetric: bool = True
-    activations: str | None = None
-    rules: tuple[tuple[str, QuantScheme], ...] = ()
+    activations: str | None = None  # see QuantTensor; with weights "auto", only for weights that can take them
+    rules: tuple[tuple[str, QuantScheme], ...] = ()  # for modules whose names match a glob; the first match counts
     variant: str | None = None
 
     def __post_init__(self) -> None:

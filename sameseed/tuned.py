@@ -53,20 +53,16 @@ class TunedModel:
 
 @dataclass(frozen=True)
 class Scope:
-    """What the choice was measured for. Outside of it the choice is unmeasured, so goodput decides draft lengths there.
-
-    `prompt_tokens` and `output_tokens`: (shortest, longest); `context`: most tokens of a text; `batch`: the batch sizes
-    that were tried.
-    """
+    """What the choice was measured for. Outside of it goodput decides draft lengths."""
 
     prompts: str = ""  # digest
     num_prompts: int = 0
     domains: tuple[str, ...] = ()
-    prompt_tokens: tuple[int, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()  # the shortest and the longest
     output_tokens: tuple[int, ...] = ()
     temperature: tuple[float, ...] = ()
-    batch: tuple[int, ...] = ()
-    context: int = 0
+    batch: tuple[int, ...] = ()  # the batch sizes that were tried
+    context: int = 0  # most tokens of a text
 
     def covers(self, temperature: float) -> bool:
         """Is this temperature within the range of those measured?"""
@@ -81,11 +77,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The chosen settings, named like the flags of `serve`; None: the command's default.
-
-    `by_batch`: draft lengths by batch size, as ascending pairs (first, length): from `first` sequences on, `length`
-    draft tokens each.
-    """
+    """The chosen settings, named like the flags of `serve`; None: the command's default."""
 
     format: str | None = None
     kv_format: str | None = None
@@ -96,7 +88,7 @@ class Chosen:
     policy: str | None = None
     max_num_seqs: int | None = None
     threads: int | None = None
-    by_batch: tuple[tuple[int, ...], ...] = ()
+    by_batch: tuple[tuple[int, ...], ...] = ()  # (first, length): from `first` sequences on, `length` draft tokens each
 
     def settings(self) -> dict[str, Any]:
         """The chosen settings as keyword arguments of LLM."""
@@ -111,52 +103,40 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TunedFigure:
-    """A number with its 80 % interval. `error`: if it was predicted, predicted over measured value, less 1.
-
-    `grade` says how it was found: "paper" (from bytes and datasheets), "profiled" (from measured costs), or
-    "measured".
-    """
+    """A number with its 80 % interval."""
 
     value: float
     low: float
     high: float
-    grade: str = "measured"
-    error: float | None = None
+    grade: str = "measured"  # or "paper" (from bytes and datasheets), or "profiled" (from measured costs)
+    error: float | None = None  # if it was predicted, predicted over measured value, less 1
 
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Milliseconds of passes over `rows` rows after `context` tokens: of the target (`ms`) and of a drafting step.
-
-    `draft_start_ms`: a proposal's time before its first step; `gap_ms`: time between passes (Python, launches,
-    sampling).
-    """
+    """Milliseconds of passes over `rows` rows after `context` tokens: of the target (`ms`) and of a drafting step."""
 
     rows: tuple[int, ...] = ()
     ms: tuple[float, ...] = ()
     draft_ms: tuple[float, ...] = ()
-    draft_start_ms: float = 0.0
-    gap_ms: float = 0.0
+    draft_start_ms: float = 0.0  # of a proposal before its first step
+    gap_ms: float = 0.0  # between passes: Python, launches, sampling
     context: int = 0
 
 
 @dataclass(frozen=True)
 class AcceptRates:
-    """Acceptance rates of draft tokens by position, named as in ModelOpt's speculation_profile.json.
+    """Acceptance rates of draft tokens by position, named as in ModelOpt's speculation_profile.json."""
 
-    `conditional_accept_rates`: given that all tokens before were accepted; `marginal_accept_rates`: over all drafts;
-    `mean_accept_length` includes the bonus token.
-    """
-
-    conditional_accept_rates: tuple[float, ...] = ()
-    marginal_accept_rates: tuple[float, ...] = ()
-    mean_accept_length: float = 1.0
+    conditional_accept_rates: tuple[float, ...] = ()  # given that all tokens before were accepted
+    marginal_accept_rates: tuple[float, ...] = ()  # over all drafts
+    mean_accept_length: float = 1.0  # the bonus token counts
     num_samples: int = 0
 
 
 @dataclass(frozen=True)
 class Loser:
-    """Settings that were not chosen, and the reason; `low`, `high`: the interval of `speed`.
+    """Settings that were not chosen, and the reason.
 
     `why`: "slower", "first token", "memory", "late" (a bound was missed), "quality", "dominated" (by prediction),
     "time" (no time was left to measure them), or "impossible" (`note` says why).
@@ -165,7 +145,7 @@ class Loser:
     settings: Mapping[str, Any]
     why: str
     speed: float | None = None  # tokens/s relative to the chosen settings
-    low: float | None = None
+    low: float | None = None  # the interval of `speed`
     high: float | None = None
     note: str = ""
 

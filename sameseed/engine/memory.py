@@ -28,17 +28,14 @@ GRAPH_ROWS = 256  # most rows of a CUDA graph; each model keeps logits for so ma
 
 @dataclass(frozen=True)
 class Demand:
-    """Bytes that one model will take: its weights as `quant` stores them, one block of its cache, and a pass.
-
-    `logits`: bytes of the logits of its CUDA graphs, on a GPU. `states`: of the recurrent states of all sequences.
-    """
+    """Bytes that one model will take."""
 
     quant: QuantScheme
-    weights: int
-    block: int
-    passing: int = 0
-    logits: int = 0
-    states: int = 0
+    weights: int  # as `quant` stores them
+    block: int  # of its cache
+    passing: int = 0  # a pass
+    logits: int = 0  # of its CUDA graphs, on a GPU
+    states: int = 0  # recurrent states of all sequences
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
