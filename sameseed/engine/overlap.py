@@ -37,7 +37,7 @@ class Overlap(NoOverlap):
         self.seconds = 0.0  # total time of drafting ahead
         self.waited = 0.0  # the part of it after the target had finished
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sameseed-draft")
-        self._guesses: Seq[Seq[int]] = ()
+        self._drafted: Seq[Seq[int]] = ()
         self._failed = False
         # Times of the latest passes. No drafter's pass begins that would end after the target's: the target would wait.
         self._target_seconds = math.inf
@@ -47,54 +47,45 @@ class Overlap(NoOverlap):
     def beside(
         self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]
     ) -> Iterator[Callable[[], None]]:
-        self._guesses = ()
+        self._drafted = ()
         if not len(draft.tokens) or not self.fits(0.0):
             self._pass_seconds *= FORGET  # so that a drafter that was slow once is tried again
             yield lambda: None
             return
-        stop = threading.Event()
-        begun = time.perf_counter()
-        going = self._until(begun, stop)
-        work = self._worker.submit(self._guess, drafter, list(seqs), draft, num_draft, going)
+        self._stop = threading.Event()
+        self._begun, self._last = time.perf_counter(), math.inf
+        work = self._worker.submit(self._draft, drafter, list(seqs), draft, num_draft)
         ops.limit_threads(self.others)
 
         def end() -> None:
-            if not stop.is_set():
+            if not self._stop.is_set():
                 ops.limit_threads(0)
-                stop.set()
-                self._target_seconds = time.perf_counter() - begun
+                self._stop.set()
+                self._target_seconds = time.perf_counter() - self._begun
 
         try:
             yield end
         finally:
             end()
             start = time.perf_counter()
-            self._guesses = work.result()
+            self._drafted = work.result()
             self.waited += time.perf_counter() - start
 
-    def _until(self, begun: float, stop: threading.Event) -> Callable[[], bool]:
-        """A function that tells whether another pass may begin, to be called before each pass."""
-        last = math.inf
-
-        def going() -> bool:
-            nonlocal last
-            now = time.perf_counter()
-            self._pass_seconds, last = (now - last if last < now else self._pass_seconds), now
-            return not stop.is_set() and self.fits(now - begun)
-
-        return going
+    def _going(self) -> bool:
+        """May another pass begin? To be called before each pass."""
+        now = time.perf_counter()
+        self._pass_seconds, self._last = (now - self._last if self._last < now else self._pass_seconds), now
+        return not self._stop.is_set() and self.fits(now - self._begun)
 
     def fits(self, seconds: float) -> bool:
         """Would a drafter's pass that begins `seconds` after the target's pass end before the target's?"""
         return seconds + self._pass_seconds <= self._target_seconds
 
-    def _guess(
-        self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int], going: Callable[[], bool]
-    ) -> list[list[int]]:
+    def _draft(self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]) -> list[list[int]]:
         ops.limit_threads(self.threads)
         start = time.perf_counter()
         try:
-            return drafter.ahead(seqs, draft, num_draft, going)
+            return drafter.ahead(seqs, draft, num_draft, self._going)
         except Exception:  # only draft tokens are lost: the request goes on
             if not self._failed:
                 log.exception("drafting ahead failed; the drafts of such rounds begin anew")
@@ -104,10 +95,10 @@ class Overlap(NoOverlap):
             self.seconds += time.perf_counter() - start
 
     def outcome(self, b: int, draft: Draft, result: Verified) -> bool | None:
-        if b >= len(self._guesses) or not self._guesses[b]:
+        if b >= len(self._drafted) or not self._drafted[b]:
             return None
         all_right = len(result.nodes[b]) == draft.count(b) and len(result.tokens[b]) > draft.count(b)
-        return all_right and result.tokens[b][-1] == self._guesses[b][0]
+        return all_right and result.tokens[b][-1] == self._drafted[b][0]
 
 
 def make_overlap(spec: SpecConfig) -> NoOverlap:

@@ -34,10 +34,10 @@ class Inline(Overlap):
 
     @contextmanager
     def beside(self, drafter, seqs, draft, num_draft):
-        self._guesses = ()
+        self._drafted = ()
         if len(draft.tokens):
             left = iter(range(self.random.randint(0, self.most)))
-            self._guesses = drafter.ahead(seqs, draft, num_draft, lambda: next(left, None) is not None)
+            self._drafted = drafter.ahead(seqs, draft, num_draft, lambda: next(left, None) is not None)
         yield lambda: None
 
 
