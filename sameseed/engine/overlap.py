@@ -34,8 +34,6 @@ class Overlap(NoOverlap):
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.others = max(1, ops.available_cores() - threads)
-        self.seconds = 0.0  # total time of drafting ahead
-        self.waited = 0.0  # the part of it after the target had finished
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sameseed-draft")
         self._drafted: Seq[Seq[int]] = ()
         self._failed = False
@@ -67,9 +65,7 @@ class Overlap(NoOverlap):
             yield end
         finally:
             end()
-            start = time.perf_counter()
             self._drafted = work.result()
-            self.waited += time.perf_counter() - start
 
     def _going(self) -> bool:
         """May another pass begin? To be called before each pass."""
@@ -83,7 +79,6 @@ class Overlap(NoOverlap):
 
     def _draft(self, drafter: Drafter, seqs: Seq[Sequence], draft: Draft, num_draft: Seq[int]) -> list[list[int]]:
         ops.limit_threads(self.threads)
-        start = time.perf_counter()
         try:
             return drafter.ahead(seqs, draft, num_draft, self._going)
         except Exception:  # only draft tokens are lost: the request goes on
@@ -91,8 +86,6 @@ class Overlap(NoOverlap):
                 log.exception("drafting ahead failed; the drafts of such rounds begin anew")
             self._failed = True
             return []
-        finally:
-            self.seconds += time.perf_counter() - start
 
     def outcome(self, b: int, draft: Draft, result: Verified) -> bool | None:
         if b >= len(self._drafted) or not self._drafted[b]:
