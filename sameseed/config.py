@@ -12,7 +12,7 @@ from typing import Any
 
 from sameseed import fields, registry
 from sameseed.errors import ConfigError
-from sameseed.fields import told, within
+from sameseed.fields import setting, within
 
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
@@ -34,8 +34,8 @@ class CacheConfig:
 
     block_size: int = within(16, 1, 1024, help="tokens in one block of the KV cache")
     num_blocks: int | None = within(None, 1, help="blocks of the KV cache; unset: what the longest requests need")
-    format: str = told("auto", "number format of the KV cache, or of keys/values (int8/bf16); auto follows the weights")
-    prefix_cache: bool = told(True, "texts of a tenant that begin alike share the KV cache of their beginning")
+    format: str = setting("auto", "number format of the KV cache, or of keys/values (int8/bf16); auto: as the weights")
+    prefix_cache: bool = setting(True, "texts of a tenant that begin alike share the KV cache of their beginning")
 
     def __post_init__(self) -> None:
         fields.check(self)
@@ -47,12 +47,12 @@ class SpecConfig:
 
     method: str = "none"  # a drafter's name, or "none"
     model: str | None = None  # of a drafter that owns one
-    format: str = told("auto", "number format of the draft (self_quant: also nested); auto: the cheapest that pays")
+    format: str = setting("auto", "number format of the draft (self_quant: also nested); auto: the cheapest that pays")
     num_draft_tokens: int = within(
         4, 0, MAX_DRAFT_TOKENS, help="most draft tokens per round, 0..64; unset: 12 with goodput or disco, else 4"
     )
     confidence: float | None = within(None, 0, 1, help="end a draft after a token whose draft probability is lower")
-    policy: str = told(
+    policy: str = setting(
         "fixed",
         "draft length; goodput: as many tokens as pay by measured times, perhaps none; fixed: always --k; history: "
         "longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: goodput, "
@@ -157,14 +157,14 @@ class EngineConfig:
         100.0, 0, above=True, help="most milliseconds that prompts may add to a pass while others stream their output"
     )
     max_model_len: int | None = within(None, 2, help="longest text in tokens; unset: the model's own context")
-    format: str = told("auto", "number format of the weights: auto (the checkpoint's), w8a8, ... (see `sameseed info`)")
-    backend: str = told("auto", "kernels to use: cpu, reference, ...; auto: the fastest that runs here")
-    device: str = told("cpu", "cpu, cuda, cuda:1, ...")
+    format: str = setting("auto", "number format of the weights: auto (the checkpoint's), w8a8, ... (`sameseed info`)")
+    backend: str = setting("auto", "kernels to use: cpu, reference, ...; auto: the fastest that runs here")
+    device: str = setting("cpu", "cpu, cuda, cuda:1, ...")
     threads: int | None = within(None, 1, help="CPU threads; unset: as many as the backend finds useful")
     gpu_memory_utilization: float = within(0.9, 0, 1, True, "share of a GPU's memory for weights, KV cache and passes")
-    profile: str | None = told(None, "file of `sameseed tune`; its choice is the default of the other flags")
-    force_profile: bool = told(False, "use it even on another machine or for other weights")
-    template_date: str | None = told(None, "the date that chat templates are told, e.g. 2026-11-29; unset: today")
+    profile: str | None = setting(None, "file of `sameseed tune`; its choice is the default of the other flags")
+    force_profile: bool = setting(False, "use it even on another machine or for other weights")
+    template_date: str | None = setting(None, "the date that chat templates are told, e.g. 2026-11-29; unset: today")
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
 

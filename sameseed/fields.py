@@ -42,7 +42,7 @@ def within(default: Any, low: float, high: float = math.inf, above: bool = False
     return dataclasses.field(default=default, metadata={"within": (low, high, above), "help": help})
 
 
-def told(default: Any, help: str) -> Any:
+def setting(default: Any, help: str) -> Any:
     """A field of a dataclass with the help text of its flag."""
     return dataclasses.field(default=default, metadata={"help": help})
 

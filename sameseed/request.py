@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from sameseed import fields, habits
 from sameseed.errors import ConfigError, RequestError
-from sameseed.fields import LARGEST, told, within
+from sameseed.fields import LARGEST, setting, within
 
 MAX_SEED = 2**63 - 1
 MAX_CONTEXT = 2**31 - 1  # tokens, unless a model has a smaller limit
@@ -55,17 +55,17 @@ class SamplingParams:
     presence_penalty: float = within(0.0, -2, 2, help="subtracted from the logit of every token written before")
     frequency_penalty: float = within(0.0, -2, 2, help="subtracted from a token's logit for each earlier occurrence")
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"help": "TOKEN=BIAS, added to a logit"})
-    allowed_token_ids: tuple[int, ...] | None = told(None, "a token id that may be written; if given, no other may")
-    banned_token_ids: tuple[int, ...] = told((), "a token id that is never written")
-    stop: tuple[str, ...] = told((), "text that ends the answer; not part of it")
-    stop_token_ids: tuple[int, ...] = told((), "a token id that ends the answer")
-    ignore_eos: bool = told(False, "continue past the model's end token")
+    allowed_token_ids: tuple[int, ...] | None = setting(None, "a token id that may be written; if given, no other may")
+    banned_token_ids: tuple[int, ...] = setting((), "a token id that is never written")
+    stop: tuple[str, ...] = setting((), "text that ends the answer; not part of it")
+    stop_token_ids: tuple[int, ...] = setting((), "a token id that ends the answer")
+    ignore_eos: bool = setting(False, "continue past the model's end token")
     n: int = within(1, 1, 128, help="completions of one prompt")
     seed: int | None = within(
         None, 0, MAX_SEED, help="the same seed, the same text; unset: a fresh one, which is shown"
     )
     logprobs: int | None = within(None, 0, 100, help="log-probabilities, also of so many likeliest tokens (--json)")
-    skip_special_tokens: bool = told(True, "leave special tokens out of the text")
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
