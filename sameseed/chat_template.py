@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence as Seq
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sameseed.errors import RequestError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
+TAKES_TOOLS = re.compile(r"role\W{1,4}[!=]=\s*['\"]tool['\"]")  # a template that knows messages of tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, as in transformers
 
 
@@ -29,6 +31,7 @@ class ChatTemplate:
         except Exception as error:  # a template comes with the weights: whatever it breaks is its fault
             raise _failed(error) from None
         self._developer = "'developer'" in source or '"developer"' in source
+        self._joins = "tool_responses" in source and not TAKES_TOOLS.search(source)
 
     def render(self, messages: Seq[Any], values: Mapping[str, Any], now: datetime) -> str:
         """The text of `messages`, of at most MAX_ADDED characters beyond theirs. `values`: the other variables.
@@ -40,6 +43,7 @@ class ChatTemplate:
         most = MAX_ADDED + len(json.dumps(given, ensure_ascii=False, default=str))
         values = {"strftime_now": now.strftime, **values}
         try:
+            given = _joined(given) if self._joins else given
             try:
                 return self._text({**values, "messages": given}, most)
             except TemplateError:
@@ -80,6 +84,28 @@ class ChatTemplate:
             made["role"] = {"function": "tool", "developer": "system"}[made["role"]]  # as templates call them
         reasoning = next((made[name] for name in REASONING if name in made), None)
         return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+
+
+def _joined(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tools as `tool_responses` of the answer that called them, which goes on with the next answer's text.
+
+    The first templates of Gemma 4 take them so, and what an answer says beside its calls as an answer before it.
+    """
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        last = made[-1] if made else message
+        results, content = last.get("tool_responses", ()), message.get("content", "")
+        if message["role"] == "tool" and last.get("tool_calls"):
+            names = {call.get("id"): call["function"]["name"] for call in last["tool_calls"]}
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            result = {"name": names.get(message.get("tool_call_id"), next(iter(names.values()))), "response": text}
+            before = [{"role": "assistant", "content": last["content"]}] if last.get("content") else []
+            made[-1:] = [*before, {**last, "content": "", "tool_responses": [*results, result]}]
+        elif message["role"] == "assistant" and results and not message.get("tool_calls"):
+            made[-1] = {**last, "content": content}
+        else:
+            made.append(message)
+    return made
 
 
 class Generation(Extension):

@@ -71,6 +71,10 @@ FAMILIES["qwen3_5_moe"] = {
     **FAMILIES["qwen3_5"], "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+FAMILIES["gemma4_moe"] = {
+    **FAMILIES["gemma4"], "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+    "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 DRAFTERS = [n for n in registry.names("drafters") if n != "assistant"]  # that drafts for a Gemma 4 only
 WORDS = (
     "the sum of all parts is a whole; the loop ends when the list is empty. def add(a, b): return a + b  "

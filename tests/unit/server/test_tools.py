@@ -337,6 +337,23 @@ async def test_results_go_back_in_the_models_own_form(pair: Pair) -> None:
     assert ids.count(backend.token_to_id("<turn|>")) == 1
 
 
+async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
+    """As the first templates of Gemma 4 take them: they know no messages of tools."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls[0].function.name if m.tool_calls }}"
+        "{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    files = pair.tokenizer.as_files()
+    config = json.dumps(json.loads(files["tokenizer_config.json"]) | {"chat_template": template})
+    codec = TextCodec({**files, "tokenizer_config.json": config}, 304, 256)
+    user, call, result = MESSAGES
+    said = [user, call | {"content": "Hm."}, result, result, {"role": "assistant", "content": "Rain."}, user]
+    ids = await codec.chat(read(ChatFields, {"messages": said}).content())
+    assert codec.tokenizer.decode(ids) == (
+        "<user>weather?<assistant>Hm.<assistant>get[get: rain][get: rain]Rain.<user>weather?"
+    )
+
+
 def test_tools_that_cannot_be(pair: Pair) -> None:
     plain = TextCodec(pair.tokenizer.as_files(), 304, 256)
     with pytest.raises(ApiError, match="template has no tools"):
