@@ -222,7 +222,8 @@ PUBLISHED = {  # millions of parameters, as the model cards state them
     "qwen3-8b": 8191, "mistral-7b": 7248, "smollm2-135m": 134.5, "smollm2-360m": 361.8, "tinyllama-1.1b": 1100,
     "qwen3-30b-a3b": 30532, "gpt-oss-20b": 20915,
 }  # fmt: skip
-ROUND = {"qwen3.5-4b": 4000, "gemma-4-e4b": 8000}  # of these the cards state round figures only, E4B's with embeddings
+# Of these the cards state round figures only, E4B's with embeddings.
+ROUND = {"qwen3.5-4b": 4000, "gemma-4-e4b": 8000, "qwen3.6-35b-a3b": 35000, "gemma-4-26b-a4b": 25200}
 
 
 def test_every_shape_has_its_published_size():
