@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,11 +143,14 @@ class Profiler:
         """Load a group of candidates and time their passes; the models are freed again."""
         gc.collect()
         loaded = [(x, self._load(x, tell)) for x in group]
-        with _no_collection():
+        gc.disable()  # timings must not include a collection
+        try:
             chains = [(x.samples, subject, job) for x, subject in loaded for job in x.chains]
             self._rounds(chains, seconds * CURVE_SHARE, "c(M)", tell)
             others = [(x.samples, subject, job) for x, subject in loaded for job in x.others]
             self._rounds(others, seconds * (1 - CURVE_SHARE), "prefill and batch", tell)
+        finally:
+            gc.enable()
         self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
 
     def _load(self, x: Candidate, tell: Report) -> TimedModel:
@@ -243,19 +246,6 @@ def _read(shape: str | None, model: str | None) -> tuple[ModelConfig, Path | Non
         return get_shape(shape), None
     folder = resolve_model(model or "")
     return read_config(folder), folder
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and switch the collector off inside the block, so that timings do not include it."""
-    gc.collect()
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def profile(

@@ -59,14 +59,10 @@ class PeerCell:
         return 3.0
 
     @property
-    def home(self) -> Path:
-        """Folder of the engines' virtual environments: $PEERS_HOME, or the default of `make peers`."""
-        return Path(os.environ.get("PEERS_HOME", PEERS / ".venvs"))
-
-    @property
-    def work(self) -> Path:
-        """Folder of the checkpoints: $PEERS_WORK, or the default of `make peers`."""
-        return Path(os.environ.get("PEERS_WORK", Path.home() / ".cache" / "sameseed-peers"))
+    def folders(self) -> tuple[Path, Path]:
+        """Of the engines' environments and of checkpoints: $PEERS_HOME and $PEERS_WORK, or those of `make peers`."""
+        home, work = PEERS / ".venvs", Path.home() / ".cache" / "sameseed-peers"
+        return Path(os.environ.get("PEERS_HOME", home)), Path(os.environ.get("PEERS_WORK", work))
 
     def check(self, setup: StudySetup) -> None:
         """Raise ConfigError if the engine or its checkpoints are missing."""
@@ -74,18 +70,15 @@ class PeerCell:
             raise ConfigError(
                 "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
             )
-        if setup.size == "real" and (self.engine, resolve_model(setup.source("target")).suffix) != (
-            "llama_cpp",
-            ".gguf",
-        ):
+        home, work = self.folders
+        own = (self.engine, resolve_model(setup.source("target")).suffix) if setup.size == "real" else None
+        if own not in (None, ("llama_cpp", ".gguf")):
             raise ConfigError("of other engines only llama.cpp reads a model of your own, from its GGUF file")
-        if not (self.home / self.engine / ".installed").exists():
-            raise ConfigError(f"{self.engine} is not installed in PEERS_HOME ({self.home}); `make peers` installs it")
+        if not (home / self.engine / ".installed").exists():
+            raise ConfigError(f"{self.engine} is not installed in PEERS_HOME ({home}); `make peers` installs it")
         shape = SHAPES[self.what][setup.size]
-        if setup.size != "real" and not (self.work / shape).is_dir():
-            raise ConfigError(
-                f"no checkpoints in PEERS_WORK ({self.work}); `make peers PEERS_SHAPE={shape}` makes them"
-            )
+        if setup.size != "real" and not (work / shape).is_dir():
+            raise ConfigError(f"no checkpoints in PEERS_WORK ({work}); `make peers PEERS_SHAPE={shape}` makes them")
 
     def measure(self, setup: StudySetup, tell: Tell) -> list[dict[str, Any]]:
         """One record per arm. Raises ConfigError with the runner's error output."""
@@ -94,8 +87,7 @@ class PeerCell:
             asked: dict[str, object] = {
                 "shape": SHAPES[self.what][setup.size],
                 "out": out,
-                "home": self.home,
-                "work": self.work,
+                **dict(zip(("home", "work"), self.folders)),
                 "arms": ENGINES[self.engine],
                 "rounds": ROUNDS * setup.repeat,
                 "slow-rounds": setup.repeat,
