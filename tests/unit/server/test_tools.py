@@ -348,7 +348,7 @@ async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
     codec = TextCodec({**files, "tokenizer_config.json": config}, 304, 256)
     user, call, result = MESSAGES
     said = [user, call | {"content": "Hm."}, result, result, {"role": "assistant", "content": "Rain."}, user]
-    ids = await codec.chat(read(ChatFields, {"messages": said}).content())
+    (ids,) = await codec.prompts(read(ChatFields, {"messages": said}).content(), False)
     assert codec.tokenizer.decode(ids) == (
         "<user>weather?<assistant>Hm.<assistant>get[get: rain][get: rain]Rain.<user>weather?"
     )
