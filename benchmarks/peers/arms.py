@@ -140,9 +140,11 @@ TEXTS["embedded"] = {
     group: [replace(arm, gib=3.0 if arm.engine == "vllm" else 0.7) for arm in arms]
     for group, arms in TEXTS["twin-1b"].items()
 }
-# A GGUF file of one's own (run.py --model FILE --draft FILE), which only llama.cpp and ours read as stored.
+# A GGUF file of one's own (run.py --model FILE --draft FILE): llama.cpp reads it as stored, transformers in bf16.
 STORED = Arm("sameseed as stored", "sameseed", "own", 0.0, {"format": "auto"})
+BF16 = Arm("sameseed bf16", "sameseed", "own", 0.0, {"format": "bf16"})
 FILE = Arm("llama.cpp", "llama_cpp", "own", 0.0)
+DECODED = Arm("transformers bf16", "transformers", "own", 0.0)
 OWN = ("draft", "own")
 TEXTS["own"] = {
     "llama.cpp": [
@@ -152,6 +154,18 @@ TEXTS["own"] = {
         FILE,
         *(guessing(FILE, f"draft model k={k}", OWN, k=k) for k in (3, 6)),
         guessing(FILE, "n-grams", way="ngram-simple"),
+    ],
+    "transformers": [
+        BF16,
+        guessing(BF16, "draft model", OWN, way="{draft}"),
+        DECODED,
+        guessing(DECODED, "draft model", OWN),
+    ],
+    "transformers, n-grams": [
+        BF16,
+        guessing(BF16, "n-grams", way="ngram"),
+        DECODED,
+        guessing(DECODED, "n-grams k=10", way="ngram", k=10),
     ],
 }
 ALL = {**PLANS, **TEXTS}

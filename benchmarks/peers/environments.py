@@ -100,7 +100,9 @@ ENVIRONMENTS: dict[str, Environment] = {
     ),
     "vllm": Environment(installs=((TORCH,), ("--no-deps", VLLM)), then=install_vllm_requirements, needs=6),
     "amd_pace": Environment(installs=((TORCH,), ("amd-pace==1.3.0",))),
-    "transformers": Environment(installs=((TORCH,), ("transformers==5.23.0", "accelerate", "safetensors"))),
+    "transformers": Environment(
+        installs=((TORCH,), ("transformers==5.23.0", "accelerate", "safetensors", "gguf==0.19.0"))
+    ),
 }
 
 

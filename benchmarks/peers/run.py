@@ -60,6 +60,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def gib_of(arm: Arm, options: argparse.Namespace) -> float:
+    """The memory that an arm needs; of one's own files by their size, in bf16 as if they had 4.5 bits a weight."""
+    if options.shape != "own" or options.model is None:
+        return arm.gib
+    files = [options.model, *([options.draft] if arm.draft and options.draft else [])]
+    stored = arm.engine == "llama_cpp" or arm.options.get("format") == "auto"
+    return sum(file.stat().st_size for file in files if file.is_file()) / 2**30 * (1.0 if stored else 16 / 4.5)
+
+
 def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str]:
     """Problems that prevent the measurement, each with its remedy. Checked before anything is loaded."""
     problems = []
@@ -72,7 +81,7 @@ def check(groups: dict[str, list[Arm]], options: argparse.Namespace) -> list[str
     if not groups:
         problems.append("no arm matches; see benchmarks/peers/arms.py for their names")
     for group, arms in groups.items():
-        need, free = sum(arm.gib for arm in arms), available_memory() / 2**30
+        need, free = sum(gib_of(arm, options) for arm in arms), available_memory() / 2**30
         if need > free:
             problems.append(
                 f"group {group!r} takes about {need:.0f} GiB and {free:.0f} are free: choose fewer with --arms"

@@ -65,7 +65,11 @@ class Writer:
         self, model: Path, threads: int, max_len: int, draft: Path | None, options: dict[str, Any]
     ) -> dict[str, object]:
         torch.set_num_threads(threads)
-        read = lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()  # noqa: E731
+
+        def read(path: Path) -> Any:
+            where, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+            return AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **file).eval()
+
         self.model = read(model)
         self.how: dict[str, Any] = {"assistant_model": read(draft)} if draft else {}
         if options.get("way") == "ngram":

@@ -35,6 +35,7 @@ ENGINES = {
     "transformers": "transformers*",
     "amd_pace": "AMD PACE*",
 }
+READ = (("llama_cpp", ".gguf"), ("transformers", ".gguf"))  # of one's own: as stored, and in bf16
 SHAPES = {
     "passes": {"small": "tiny", "true": "llama-3.2-1b"},  # random weights
     "texts": {"small": "embedded", "true": "twin-1b", "real": "own"},
@@ -71,9 +72,8 @@ class PeerCell:
                 "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
             )
         home, work = self.folders
-        own = (self.engine, resolve_model(setup.source("target")).suffix) if setup.size == "real" else None
-        if own not in (None, ("llama_cpp", ".gguf")):
-            raise ConfigError("of other engines only llama.cpp reads a model of your own, from its GGUF file")
+        if setup.size == "real" and (self.engine, resolve_model(setup.source("target")).suffix) not in READ:
+            raise ConfigError("of other engines llama.cpp and transformers read a model of your own, a GGUF file")
         if not (home / self.engine / ".installed").exists():
             raise ConfigError(f"{self.engine} is not installed in PEERS_HOME ({home}); `make peers` installs it")
         shape = SHAPES[self.what][setup.size]
