@@ -132,8 +132,8 @@ class ChatReply(Reply):
         return {"content": made, "refusal": None}
 
     def _token(self, token: int, logprob: float, begins: bool) -> dict[str, Any]:
-        name = self.name(token, begins, as_bytes=False)
-        return {"token": name, "logprob": logprob, "bytes": list(self.text.tokenizer.piece(token, begins))}
+        raw = self.text.tokenizer.piece(token, begins)
+        return {"token": self.name(token, raw.decode("utf-8", "replace")), "logprob": logprob, "bytes": list(raw)}
 
 
 class ResponseReply(Reply):

@@ -126,16 +126,9 @@ class Reply:
         """The prompt that a choice continues."""
         return self.prompts[index * len(self.prompts) // len(self.choices)]
 
-    def name(self, token: int, begins: bool, as_bytes: bool = True) -> str:
-        """The text that a token adds to the text before it, or to none (`begins`).
-
-        If it is only part of a character: its bytes, or without `as_bytes` the replacement sign.
-        """
-        if self.fields.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        if as_bytes:
-            return self.text.name(token, begins)
-        return self.text.tokenizer.piece(token, begins).decode("utf-8", "replace")
+    def name(self, token: int, spelled: str) -> str:
+        """What log-probabilities call a token: the text that it adds, as the route spells it, or its id."""
+        return f"token_id:{token}" if self.fields.return_tokens_as_token_ids else spelled
 
     def begins(self, choice: ReplyChoice, token: int, prompt: Seq[int]) -> bool:
         """Does the text begin with this token, the next one of the choice? `prompt`: the tokens that it continues."""
@@ -326,11 +319,11 @@ class CompletionReply(Reply):
         choice.num_sent, choice.echoed = len(choice.logprobs), True
         for (token, logprob, top), at in zip(entries, offsets, strict=True):
             begins = self.begins(choice, token, [] if echo else self.prompt_of(index))
-            name, alternatives = self.name(token, begins), None
+            name, alternatives = self.name(token, self.text.name(token, begins)), None
             if logprob is not None:
                 alternatives = {name: logprob}
                 for other, value in top:
-                    alternatives.setdefault(self.name(other, begins), value)
+                    alternatives.setdefault(self.name(other, self.text.name(other, begins)), value)
             values = {"tokens": name, "token_logprobs": logprob, "text_offset": at, "top_logprobs": alternatives}
             for key, value in values.items():
                 made[key].append(value)
