@@ -127,18 +127,14 @@ def to_document(row: dict[str, object], source: SourceSettings) -> Document | No
 
 def source_documents(source: SourceSettings, data: Path, seed: int, held_out: bool = False) -> list[Document]:
     """All documents of one source, shuffled, cut to `max_mb`; `held_out`: of kinds in MADE, the held-out ones."""
-    documents: Iterable[Document]
-    if source.kind in ENDLESS:  # already in random order
-        documents = made_documents(source, seed, held_out=held_out)
-    else:
-        made = source.kind in MADE
-        own = list(
-            made_documents(source, seed, held_out=held_out) if made else matching(read_rows(data / source.file), source)
-        )
+    made = source.kind in MADE
+    found = made_documents(source, seed, held_out=held_out) if made else matching(read_rows(data / source.file), source)
+    documents: Iterable[Document] = found
+    if source.kind not in ENDLESS:  # these are in random order already
+        documents = own = list(found)
         if not own:
             raise ConfigError(f"source {source.domain!r}: no row of {source.file} is named {', '.join(source.names)}")
         random.Random(f"{seed}/{source.domain}/{source.names}").shuffle(own)
-        documents = own
     kept: list[Document] = []
     size = 0.0
     for document in documents:

@@ -2,8 +2,8 @@
 
 With `parallel` the draft learns to draft K tokens in one pass, over mask tokens (PARD: An et al., 2025). A token of a
 text is followed by up to K - 1 masks, at the positions of the tokens after it. Each mask attends to the text up to that
-token and to the masks before itself, as in drafting. A share max(keep^i, least) of the masks at place i is trained on
-(conditional drop), each together with all masks before it.
+token and to the masks before itself, as in drafting. A share max(keep^i, least_kept) of the masks at place i is trained
+on (conditional drop), each together with all masks before it.
 
 Letters: B texts of a batch, N tokens of a text, S = N + masks, R rows that are trained on.
 """
@@ -53,10 +53,9 @@ class DraftLearner:
 
     def __init__(self, recipe: DraftRecipe, folder: Path, target: ModelConfig) -> None:
         """`folder`: the target's. Raises ConfigError for settings that do not suit it."""
-        self._recipe, self._folder, self._config = recipe, folder, target
+        self._folder, self._config = folder, target
         self.model, mask = begin_draft(recipe, target)
-        mask = mask_of(mask, folder, target) if recipe.parallel else -1
-        self._masks = MaskSettings(max(1, recipe.parallel), mask, recipe.keep, recipe.least_kept)
+        self._recipe = replace(recipe, mask_token=mask_of(mask, folder, target)) if recipe.parallel else recipe
         self.measured = not recipe.parallel
         self.about = f"Llama draft for `{recipe.target}`: {sizes(self.model.shape)}, the target's tokenizer"
 
@@ -71,7 +70,7 @@ class DraftLearner:
 
         def batch(step: int) -> MaskedRows:
             texts, seed = own.batch(step), recipe.seed + step
-            return masked_rows(texts, target.config.hidden_size, self._masks, seed, str(target.device))
+            return masked_rows(texts, target.config.hidden_size, recipe, seed, str(target.device))
 
         def loss(rows: MaskedRows) -> Tensor:
             targets, entropy = soft_targets(teacher(target, rows.last), recipe.argmax_weight)
@@ -84,8 +83,8 @@ class DraftLearner:
         return TrainJob(self.name, draft, recipe.train, batch, loss, out, lambda rows: len(rows.places))
 
     def export(self, folder: Path) -> None:
-        m, parallel = self._masks, self._recipe.parallel
-        more = {"pard_token": m.mask, "spd_type": "pard", "para_num": m.tokens} if parallel else None
+        mask, parallel = self._recipe.mask_token, self._recipe.parallel
+        more = {"pard_token": mask, "spd_type": "pard", "para_num": parallel} if parallel else None
         export_model(self.model, folder, None, self._config.eos_token_ids, more=more)
         for name, content in load_tokenizer(self._folder).as_files().items():
             (folder / name).write_text(content, encoding="utf-8")
@@ -155,16 +154,6 @@ def teacher(target: Decoder, last: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MaskSettings:
-    """`tokens` are drafted in one pass over masks with the id `mask`; `keep`, `least`: see the module."""
-
-    tokens: int
-    mask: int
-    keep: float = 0.7
-    least: float = 0.2
-
-
-@dataclass(frozen=True)
 class MaskedRows:
     """Padded texts with their masks: ids, positions int64 [B, S]; seen bool [B, S, S]: which rows a row attends to.
 
@@ -180,9 +169,9 @@ class MaskedRows:
     last: Tensor
 
 
-def chain_lengths(count: int, settings: MaskSettings, generator: torch.Generator) -> Tensor:
-    """Masks after each of `count` tokens, int64: at least i with probability max(keep^i, least), at most K - 1."""
-    rates = torch.tensor([max(settings.keep**i, settings.least) for i in range(1, settings.tokens)])
+def chain_lengths(count: int, recipe: DraftRecipe, generator: torch.Generator) -> Tensor:
+    """Masks after each of `count` tokens, int64: at least i with probability max(keep^i, least_kept), at most K - 1."""
+    rates = torch.tensor([max(recipe.keep**i, recipe.least_kept) for i in range(1, recipe.parallel)])
     drawn = torch.rand(count, 1, generator=generator)
     return (drawn < rates).sum(-1)
 
@@ -190,12 +179,12 @@ def chain_lengths(count: int, settings: MaskSettings, generator: torch.Generator
 TextRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def text_rows(text: TextStates, width: int, settings: MaskSettings, generator: torch.Generator) -> TextRows:
+def text_rows(text: TextStates, width: int, recipe: DraftRecipe, generator: torch.Generator) -> TextRows:
     """One text's ids, positions [S], seen [S, S] and counts [S], as in `MaskedRows`, and its `last` [., C]."""
     n = len(text.states)
     first = min(n, max(0, text.num_given - 1))
     known, starts = torch.arange(n), torch.arange(first, n)
-    lengths = torch.minimum(chain_lengths(len(starts), settings, generator), n - 1 - starts)
+    lengths = torch.minimum(chain_lengths(len(starts), recipe, generator), n - 1 - starts)
     chains = torch.repeat_interleave(torch.arange(len(starts)), lengths)
     ends = torch.repeat_interleave(starts, lengths)  # the last token that a mask sees
     depths = 1 + torch.arange(len(chains)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -203,14 +192,14 @@ def text_rows(text: TextStates, width: int, settings: MaskSettings, generator: t
     chain = torch.cat((torch.full((n,), -1), chains))  # -1: the text itself
     seen = (chain[:, None] == chain) & (positions <= positions[:, None])
     seen[n:, :n] = known <= ends[:, None]
-    ids = torch.cat((text.ids[:n].long(), torch.full((len(chains),), settings.mask)))
+    ids = torch.cat((text.ids[:n].long(), torch.full((len(chains),), recipe.mask_token)))
     return ids, positions, seen, positions >= first, text.states[first:n, -width:].float()
 
 
-def masked_rows(texts: list[TextStates], width: int, settings: MaskSettings, seed: int, device: str) -> MaskedRows:
+def masked_rows(texts: list[TextStates], width: int, recipe: DraftRecipe, seed: int, device: str) -> MaskedRows:
     """Texts with masks after tokens to train on; `width`: C; `seed`: of the random drop."""
     generator = torch.Generator().manual_seed(seed)
-    each = [text_rows(text, width, settings, generator) for text in texts]
+    each = [text_rows(text, width, recipe, generator) for text in texts]
     size = max(len(ids) for ids, *_ in each)
     ids, positions = torch.zeros(2, len(texts), size, dtype=torch.long)
     counts = torch.zeros(len(texts), size, dtype=torch.bool)

@@ -22,7 +22,7 @@ from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Completion, Sequence
 from sameseed.spec.draft import Draft
 from sameseed_train.checkpoint import export_model
-from sameseed_train.draft import MaskSettings, begin_draft, chain_lengths, components, mask_of, masked_rows, run_draft
+from sameseed_train.draft import begin_draft, chain_lengths, components, mask_of, masked_rows, run_draft
 from sameseed_train.learning import Sources
 from sameseed_train.model import LlamaForTraining, ModelShape
 from sameseed_train.recipe import DraftRecipe, DraftSize, TextSettings, TrainSettings
@@ -43,7 +43,7 @@ def text_of(length: int, given: int, seed: int) -> TextStates:
 def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
     """Every row, also of masks, has the logits of the exported model after that text and as many masks."""
     texts = [text_of(12, 4, 1), text_of(9, 0, 2)]
-    settings = MaskSettings(4, MASK, keep=0.9)
+    settings = DraftRecipe(parallel=4, mask_token=MASK, keep=0.9)
     rows = masked_rows(texts, 4, settings, 5, "cpu")
     draft = LlamaForTraining(SHAPE, 3)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_rows_are_what_drafting_sees(tmp_path: Path) -> None:
 
 def test_places_point_at_the_targets_states() -> None:
     texts = [text_of(11, 4, 1), text_of(9, 0, 2), text_of(5, 5, 3)]
-    rows = masked_rows(texts, 4, MaskSettings(5, MASK), 1, "cpu")
+    rows = masked_rows(texts, 4, DraftRecipe(parallel=5, mask_token=MASK), 1, "cpu")
     assert len(rows.places) == int(rows.counts.sum()) > len(rows.last)
     wanted = []
     for b in range(3):
@@ -86,7 +86,7 @@ def test_places_point_at_the_targets_states() -> None:
 
 @pytest.mark.parametrize(("keep", "least"), [(0.7, 0.2), (1.0, 1.0), (0.5, 0.0)])
 def test_the_drop_keeps_the_shares(keep: float, least: float) -> None:
-    settings = MaskSettings(8, MASK, keep, least)
+    settings = DraftRecipe(parallel=8, mask_token=MASK, keep=keep, least_kept=least)
     lengths = chain_lengths(20_000, settings, torch.Generator().manual_seed(1))
     for i in range(1, 8):
         assert float((lengths >= i).float().mean()) == pytest.approx(max(keep**i, least), abs=0.02)

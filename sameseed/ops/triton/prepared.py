@@ -55,10 +55,9 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-@cache
 def converts_fp8(device: torch.device) -> bool:
     """Whether the GPU converts 8-bit floats to float16 in one instruction (compute capability 8.9 and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and capability(device) >= (8, 9)
 
 
 def begins_early(num_rows: int, device: torch.device) -> bool:
