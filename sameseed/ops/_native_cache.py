@@ -162,23 +162,10 @@ def attention(
     shape = {"count": tables.shape[0], "table_stride": tables.shape[1], "rows": rows}
     sequences = native(_native.Sequences, row_offsets=offsets, kv_lens=kv_lens, block_tables=tables, **shape)
     out, sinks = on.empty(rows, heads, dim), vector("sinks", sinks, heads)
-    on.calls.attention(
-        native(
-            _native.Attention,
-            q=q,
-            stride=q.stride(0),
-            heads=heads,
-            cache=_cache(layer),
-            block_size=block_size,
-            positions=positions,
-            tree_mask=mask,
-            sequences=sequences,
-            scale=scale,
-            window=_NO_WINDOW if window is None else window,
-            out=out,
-            sinks=sinks,
-        )
-    )
+    where = {"cache": _cache(layer), "block_size": block_size, "positions": positions, "sequences": sequences}
+    seen = {"tree_mask": mask, "window": _NO_WINDOW if window is None else window, "sinks": sinks}
+    fields = {"q": q, "stride": q.stride(0), "heads": heads, "scale": scale, "out": out}
+    on.calls.attention(native(_native.Attention, **fields, **where, **seen))
     return out
 
 

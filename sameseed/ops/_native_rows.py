@@ -249,24 +249,11 @@ def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, o
         if bias is not None:
             check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
     out = on.empty(*x.shape)
-    on.calls.experts(
-        native(
-            _native.Experts,
-            source=_source(rows, x, norm, None),
-            router=_weight(w.router),
-            router_bias=w.router_bias,
-            set=described(_sets, w, _expert_set),
-            gate_up_bias=w.gate_up_bias,
-            down_bias=w.down_bias,
-            top_k=w.top_k,
-            normalize=w.normalize,
-            gate=_SOURCES["silu" if w.limit is None else "clamped"],
-            limit=w.limit or 0.0,
-            residual=residual,
-            out=out,
-            rows=x.shape[0],
-        )
-    )
+    weights = {"router": _weight(w.router), "set": described(_sets, w, _expert_set)}
+    own = {name: getattr(w, name) for name in ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize")}
+    gate = {"gate": _SOURCES["silu" if w.limit is None else "clamped"], "limit": w.limit or 0.0}
+    fields = {"source": _source(rows, x, norm, None), "residual": residual, "out": out, "rows": x.shape[0]}
+    on.calls.experts(native(_native.Experts, **fields, **weights, **own, **gate))
     return out
 
 
