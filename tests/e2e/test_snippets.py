@@ -1,7 +1,5 @@
 """Commands and Python in the documents are understood and run; so do the examples."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -12,7 +10,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fixtures_server import serving
@@ -53,7 +50,7 @@ NOT_HERE = re.compile(  # needs a network, a GPU, a file of another command, a l
 )
 
 
-def parts(page: Path) -> tuple[list[str], str]:
+def parts(page):
     """The lines after `sameseed` of a page's code blocks without a language or in bash, and its text without blocks."""
     text, fence = page.read_text().replace("\\\n", " "), r"^ *```%s\n(.*?)^ *```"
     blocks = re.sub(r" # .*", "", "\n".join(re.findall(fence % "(?:bash)?", text, re.DOTALL | re.MULTILINE)))
@@ -61,7 +58,7 @@ def parts(page: Path) -> tuple[list[str], str]:
     return lines, re.sub(fence % r"\w*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands():
     """Every sameseed command in the pages' code blocks, and those of studies in the text: page and words."""
     found = []
     for page in PAGES:
@@ -71,7 +68,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def stood_for(word: str) -> str:
+def stood_for(word):
     """The word, or what replaces it here."""
     return next((ours for theirs, ours in STANDS_FOR.items() if re.fullmatch(theirs, word)), word)
 
@@ -81,14 +78,14 @@ class UnderstoodError(Exception):
 
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: v if isinstance(v, str) else " ".join(v)[:60])
-def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_is_understood(page, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     own = words[0] not in registry.names("commands")
-    module: Any = importlib.import_module("sameseed.cli.options") if own else registry.load("commands", words[0])
+    module = importlib.import_module("sameseed.cli.options") if own else registry.load("commands", words[0])
     module, name = (module, "parse") if hasattr(module, "parse") else (module.tyro, "cli")
     read = getattr(module, name)
 
-    def stop(*args: Any, **kwargs: Any) -> Any:
+    def stop(*args, **kwargs):
         read(*args, **kwargs)
         raise UnderstoodError
 
@@ -101,7 +98,7 @@ def test_a_command_is_understood(page: str, words: list[str], monkeypatch: pytes
 
 
 @cache
-def flags_of(command: str) -> set[str]:
+def flags_of(command):
     """The flags in a command's help."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
@@ -110,7 +107,7 @@ def flags_of(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_flags_and_files_that_a_page_names_are_there(page: Path) -> None:
+def test_commands_flags_and_files_that_a_page_names_are_there(page):
     """Flags without a command are of any. A file is in the repository, written above, in the text, or the reader's."""
     every, (lines, text), made = [*cli.COMMANDS, "bench serve", "train head", "train draft"], parts(page), set[str]()
     for said in re.findall(r"`([^`]+)`", text):
@@ -128,9 +125,9 @@ def test_commands_flags_and_files_that_a_page_names_are_there(page: Path) -> Non
         made |= written
 
 
-def runnable() -> list[list[str]]:
+def runnable():
     """The commands that run here, made small."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for _, words in commands():
         line = " ".join(words)
         if words[0] in TOY and not NOT_HERE.search(line):
@@ -142,9 +139,7 @@ def runnable() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", runnable(), ids=lambda words: " ".join(words)[:80])
-def test_a_command_runs(
-    words: list[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_command_runs(words, tmp_path_factory, monkeypatch, capsys):
     if any(word.startswith("--overlap") for word in words) and ops.available_cores() < 2:
         pytest.skip("guessing beside the target takes a core of its own")
     folder = tmp_path_factory.getbasetemp()
@@ -161,7 +156,7 @@ def test_a_command_runs(
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.stem)
-def test_python_of_a_page_is_python_and_its_names_are_ours(page: Path) -> None:
+def test_python_of_a_page_is_python_and_its_names_are_ours(page):
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         compile(code, str(page), "exec")
         for module, names in re.findall(r"^from (sameseed[\w.]*) import ([\w, ]+)", code, re.MULTILINE):
@@ -170,7 +165,7 @@ def test_python_of_a_page_is_python_and_its_names_are_ours(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/plan.md"])
-def test_the_python_of_a_page_runs(page: str) -> None:
+def test_the_python_of_a_page_runs(page):
     """The server's page has a test of its own. The rest writes gigabytes."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     code = [c.replace('"smollm2"', '"embedded"') for c in code if "plan" not in page or "RoundCost" in c]
@@ -178,18 +173,18 @@ def test_the_python_of_a_page_runs(page: str) -> None:
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-def test_the_clients_of_the_server_s_page_run() -> None:
+def test_the_clients_of_the_server_s_page_run():
     """The page's Python as printed, against the server that the page's first command starts; only the port differs."""
     page = (ROOT / "docs/guides/serve.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     assert "response_format=Answer" in code
-    known: dict[str, Any] = {}
+    known = {}
     with serving() as server:
         exec(code.replace("http://127.0.0.1:8000", server.url), known)
     assert known["answer"].choices[0].message.content
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(example, capsys):
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip(), "an example shows something"

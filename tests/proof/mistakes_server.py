@@ -1,7 +1,5 @@
 """Mutants of the shipped server code: mistakes in how it reads the fields of a request, and in how it answers."""
 
-from typing import Any
-
 from proof.mutant import Mutant
 from sameseed.server import frames, protocol, service
 from sameseed.server.client import Stream
@@ -16,15 +14,15 @@ _KEPT = "self.text.append(piece.text)"
 _STOPPED = '"stop" if piece.completion.finish_reason == "stop" else "length"'
 
 
-def _server(name: str, function: Any, old: str, new: str) -> Mutant:
+def _server(name, function, old, new):
     return Mutant(f"server: {name}", function, old, new, ("V1",))
 
 
-def _sampling(name: str, old: str, new: str) -> Mutant:
+def _sampling(name, old, new):
     return _server(name, service.sampling, old, new)
 
 
-SERVER_MISTAKES: tuple[Mutant, ...] = (
+SERVER_MISTAKES = (
     _sampling("greedy unless a temperature is given", _TEMPERATURE, _TEMPERATURE.replace("1.0", "0.0")),
     _sampling("temperature 0 is none", _TEMPERATURE, "fields.temperature or 1.0"),
     _sampling("the first stop string alone", _GIVEN, f'{_GIVEN}[:1] if name == "stop" else getattr(fields, name)'),

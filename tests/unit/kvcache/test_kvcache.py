@@ -285,7 +285,7 @@ def test_what_nobody_may_share_is_never_known():
     assert len(blocks.prefixes) == 0
 
 
-def test_a_rewind_into_a_shared_block_takes_the_state_back_too() -> None:
+def test_a_rewind_into_a_shared_block_takes_the_state_back_too():
     blocks, a, b = BlockManager(8, SIZE, num_slots=2), sequence([1] * (2 * SIZE + 1)), sequence([1] * (2 * SIZE + 1))
     blocks.reserve(a, len(a))
     a.num_cached = a.num_settled = 2 * SIZE

@@ -1,13 +1,9 @@
 """sameseed as a model of lm-evaluation-harness; without the harness these tests are skipped."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,12 +16,12 @@ from sameseed.measure.quality.perplexity import perplexity  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def model(pair_folders: tuple[Path, Path]) -> SameseedLM:
+def model(pair_folders):
     return SameseedLM(str(pair_folders[0]), batch_size=8, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
-def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task_folder(tmp_path_factory):
     """Three tiny local tasks, one of each kind of request."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"q": f"the sum of {n}", "options": [" is", " ends", " list"], "gold": n % 3} for n in range(6)]
@@ -36,7 +32,7 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "test_split": "test",
         "doc_to_text": "{{q}}",
     }
-    kinds: dict[str, dict[str, Any]] = {
+    kinds = {
         "tiny_choice": {
             "output_type": "multiple_choice",
             "doc_to_choice": "{{options}}",
@@ -61,11 +57,11 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request(*args: Any) -> Any:
+def request(*args):
     return SimpleNamespace(args=args)
 
 
-def test_the_harness_runs_it(model: SameseedLM, task_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_runs_it(model, task_folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task_folder / "cache"))
     from lm_eval.tasks import TaskManager
@@ -83,7 +79,7 @@ def test_the_harness_runs_it(model: SameseedLM, task_folder: Path, monkeypatch: 
     assert results["tiny_rolling"]["word_perplexity,none"] > 1
 
 
-def test_rolling_sums_every_token_once(model: SameseedLM) -> None:
+def test_rolling_sums_every_token_once(model):
     text = "the sum of all parts is a whole; the loop ends when the list is empty. " * 9
     tokens = model.llm.tokenizer.encode(text)
     longest = model.llm.engine.max_model_len
@@ -98,7 +94,7 @@ def test_rolling_sums_every_token_once(model: SameseedLM) -> None:
     assert model.loglikelihood_rolling([request("")]) == [0]
 
 
-def test_a_likelihood_is_the_sum_of_what_the_words_add(model: SameseedLM) -> None:
+def test_a_likelihood_is_the_sum_of_what_the_words_add(model):
     whole = model.loglikelihood([request("the", " sum of")])[0][0]
     parts = model.loglikelihood([request("the", " sum"), request("the sum", " of")])
     assert whole == pytest.approx(sum(p for p, _ in parts), abs=1e-4)
@@ -107,13 +103,13 @@ def test_a_likelihood_is_the_sum_of_what_the_words_add(model: SameseedLM) -> Non
     assert model._encode_pair("the su", "m")[1] == last, "a token that spans both belongs to the continuation"
 
 
-def test_an_empty_continuation_is_certain(model: SameseedLM) -> None:
+def test_an_empty_continuation_is_certain(model):
     alone = model.loglikelihood([request("the", " sum")])
     assert model.loglikelihood([request("the", " sum"), request("the sum", "")]) == [*alone, (0.0, True)]
     assert model.loglikelihood([request("the", "")]) == [(0.0, True)]
 
 
-def test_generation_is_the_front_door_s_and_stops(model: SameseedLM, pair_folders: tuple[Path, Path]) -> None:
+def test_generation_is_the_front_door_s_and_stops(model, pair_folders):
     expected = LLM(str(pair_folders[0])).generate("the sum", None)[0].text
     full = model.generate_until([request("the sum", {"max_gen_toks": 128, "do_sample": False, "temperature": 1.0})])[0]
     assert full == expected
@@ -125,13 +121,7 @@ def test_generation_is_the_front_door_s_and_stops(model: SameseedLM, pair_folder
         model.generate_until([request("x", {"num_beams": 4})])
 
 
-def test_the_command_knows_the_model(
-    pair_folders: tuple[Path, Path],
-    task_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_knows_the_model(pair_folders, task_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     command = ["lm_eval", "run", "--model", "sameseed", "--model_args", f"pretrained={pair_folders[0]},format=w8a8"]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from fixtures_server import pretender
-from lawkit import EOS, MODEL_VOCAB, Pair
+from lawkit import EOS, MODEL_VOCAB
 from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.grammar.matching import Matching
@@ -237,7 +237,7 @@ def test_compelled_calls_are_read_back(words, parser, seed):
         assert name == "stop" and isinstance(value, dict)
 
 
-def test_special_tokens_open_compelled_calls(pair: Pair) -> None:
+def test_special_tokens_open_compelled_calls(pair):
     """A call may hold the special tokens of its format, as may thoughts before it; JSON may hold none."""
     marks = ("<|tool_call>", "<tool_call|>", '<|"|>', "<channel|>")
     backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])

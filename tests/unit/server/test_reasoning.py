@@ -1,14 +1,10 @@
 """Reasoning is split off however the text is cut into pieces, on each route, and never where a text cannot have any."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fixtures_server import DONE
-from lawkit import Pair
 from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.models.harmony import Harmony, is_harmony
@@ -56,7 +52,7 @@ TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></t
         ("harmony", None, '{"a": 1}', ("", '{"a": 1}')),
     ],
 )
-def test_however_it_is_cut(parser: str, prompt_end: str | None, text: str, split: tuple[str, str]) -> None:
+def test_however_it_is_cut(parser, prompt_end, text, split):
     for size in range(1, len(text) + 1):
         thoughts = Harmony(prompt_end) if parser == "harmony" else Thoughts(PARSERS[parser], prompt_end)
         found = [thoughts.feed(text[at : at + size], at + size >= len(text)) for at in range(0, len(text), size)]
@@ -65,7 +61,7 @@ def test_however_it_is_cut(parser: str, prompt_end: str | None, text: str, split
     assert text[thought:].strip() == split[1].strip() or parser == "harmony"
 
 
-def test_harmony_gives_out_calls() -> None:
+def test_harmony_gives_out_calls():
     """The recipient may stand before the channel; a preamble is text; what follows a call is none of its arguments."""
     calls = f'<|channel|>analysis to=functions.get code<|message|>{{"city": "Köln"}}<|call|>{GPT}'
     text = f"{ANALYSIS}hm<|end|>{GPT}<|channel|>commentary<|message|>Look.<|end|>{GPT}{calls}"
@@ -101,9 +97,7 @@ THOUGHT, TURN = "<|channel>thought\n", "<|turn>model\n"
         ),
     ],
 )
-async def test_a_server_reads_marks_by_its_template(
-    pair: Pair, calls: str, template: str, end: str, texts: list[str]
-) -> None:
+async def test_a_server_reads_marks_by_its_template(pair, calls, template, end, texts):
     """Reasoning and calls between marks that are special tokens, without any setting."""
     backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
     backend.add_special_tokens(["<|end|>", "<channel|>", "<|tool_call>"])
@@ -117,7 +111,7 @@ async def test_a_server_reads_marks_by_its_template(
     client.facts = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
     visit, fields = SimpleNamespace(size=0, id="0123456789", tenant=""), read(ChatFields, asked)
     service = Service(client, ServerConfig())
-    reply, _, _ = await service._prepared(visit, fields, codec, ChatReply)  # type: ignore[arg-type]
+    reply, _, _ = await service._prepared(visit, fields, codec, ChatReply)
     assert not fields.skip_special_tokens
     events = list(reply.begin())
     for at, said in enumerate(texts):
@@ -134,7 +128,7 @@ async def test_a_server_reads_marks_by_its_template(
 
 
 @pytest.fixture(scope="module")
-def text(pair: Pair) -> TextCodec:
+def text(pair):
     files = dict(pair.tokenizer.as_files())
     config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
     return TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
@@ -143,13 +137,13 @@ def text(pair: Pair) -> TextCodec:
 PIECES = [("<thi", [0]), ("nk>why", [4]), ("</think>so", [10]), (" be it", [20])]
 
 
-def pieces() -> list[Piece]:
+def pieces():
     return [
         Piece(0, text, [5], [None], [], [], DONE if i == 3 else None, offset) for i, (text, offset) in enumerate(PIECES)
     ]
 
 
-def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def replied(kind, text, **more):
     """The body of a reply, and the events of the same reply as a stream."""
     made = []
     for stream in (False, True):
@@ -165,7 +159,7 @@ def replied(kind: Any, text: TextCodec, **more: Any) -> tuple[dict[str, Any], li
     return made[0], made[1]
 
 
-def test_chat_tells_them_apart(text: TextCodec) -> None:
+def test_chat_tells_them_apart(text):
     body, events = replied(ChatReply, text)
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("so be it", "why", "why")
@@ -181,7 +175,7 @@ def test_chat_tells_them_apart(text: TextCodec) -> None:
     assert "reasoning" not in hidden["choices"][0]["message"]
 
 
-def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
+def test_responses_have_an_item_of_their_own(text):
     body, events = replied(ResponseReply, text)
     assert [item["type"] for item in body["output"]] == ["reasoning", "message"]
     assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
@@ -194,11 +188,11 @@ def test_responses_have_an_item_of_their_own(text: TextCodec) -> None:
     assert kinds.index("reasoning_text.done") < kinds.index("content_part.added") < kinds.index("output_text.delta")
 
 
-async def test_templates_get_what_the_request_says(text: TextCodec) -> None:
-    def asked(**fields: Any) -> ChatFields:
+async def test_templates_get_what_the_request_says(text):
+    def asked(**fields):
         return read(ChatFields, {"messages": [{"role": "user", "content": "hi"}], **fields})
 
-    async def written(**fields: Any) -> str:
+    async def written(**fields):
         made = asked(**fields)
         (ids,) = await text.prompts(made.content(), False)
         return text.tokenizer.decode(ids)

@@ -1,15 +1,11 @@
 """Tool calls: found however the text is cut into pieces, never lost, never run, and the same with streaming."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import msgspec
 import pytest
 from fixtures_server import DONE
 from hypothesis import given, settings, strategies as st
-from lawkit import Pair
 from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.request import FinishReason, SamplingParams
@@ -22,7 +18,7 @@ from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 
-TYPES: dict[str, Any] = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
+TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
 TYPES |= {"at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "scale": {"type": ["number", "null"]}}
 SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}, "my-tool-2": {}}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
@@ -30,7 +26,7 @@ ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
 LONG = json.dumps({"text": "</tool_call> {[" * 40})
 KOELN, PLUS = Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1, "b": [2]}')
 # What calls an offered tool, by format. Each format is as its publisher documents it.
-CALLS: list[tuple[str, str, list[Any]]] = [
+CALLS = [
     ("hermes", f"<tool_call>\n{GET}\n</tool_call>", [KOELN]),
     (
         "hermes",
@@ -133,7 +129,7 @@ CALLS: list[tuple[str, str, list[Any]]] = [
     ("granite", r'<|tool_call|>{"name": "get", "arguments": "{\"a\": 1}"}', [Call("get", '{"a": 1}')]),
 ]
 # Arguments in every spelling, and what they mean; None: the text is no call.
-SPELLINGS: list[tuple[str, str | None]] = [
+SPELLINGS = [
     ('"arguments": {"a": 1}', '{"a": 1}'),
     ('"parameters": {"a": 1}', '{"a": 1}'),
     (r'"arguments": "{\"a\": 1.0}"', '{"a": 1.0}'),
@@ -214,9 +210,9 @@ TEXTS = {
 CASES = CALLS + [(form, text, [text] if text else []) for form, texts in TEXTS.items() for text in texts]
 
 
-def joined(found: list[Any]) -> list[Any]:
+def joined(found):
     """Adjacent texts joined to one, and the parts of a call joined to a whole call."""
-    made: list[Any] = []
+    made = []
     for item in found:
         if isinstance(item, str) and made and isinstance(made[-1], str):
             made[-1] += item
@@ -230,7 +226,7 @@ def joined(found: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(("form", "text", "found"), CASES, ids=range(len(CASES)))
 @given(data=st.data())
 @settings(max_examples=10)
-def test_calls_are_found_however_the_text_is_cut(form: str, text: str, found: list[Any], data: st.DataObject) -> None:
+def test_calls_are_found_however_the_text_is_cut(form, text, found, data):
     some = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     for cuts in (some, range(len(text))):
         parser, got = Parser(SCHEMAS, FORMATS[form]), []
@@ -240,7 +236,7 @@ def test_calls_are_found_however_the_text_is_cut(form: str, text: str, found: li
 
 
 @given(st.sampled_from(CASES), st.data())
-def test_a_text_that_was_cut_off_is_the_same_streamed_or_not(case: Any, data: st.DataObject) -> None:
+def test_a_text_that_was_cut_off_is_the_same_streamed_or_not(case, data):
     form, whole, _ = case
     text = whole[: data.draw(st.integers(0, len(whole)))]
     streamed, at_once = (Parser(SCHEMAS, FORMATS[form]) for _ in range(2))
@@ -248,7 +244,7 @@ def test_a_text_that_was_cut_off_is_the_same_streamed_or_not(case: Any, data: st
     assert joined(got + streamed.end(cut=True)) == joined(at_once.feed(text) + at_once.end(cut=True))
 
 
-def test_text_is_not_held_back_without_need() -> None:
+def test_text_is_not_held_back_without_need():
     parser = Parser(SCHEMAS, FORMATS["hermes"])
     assert parser.feed("a < b") == ["a < b"]
     assert parser.feed("c <to") == ["c "]
@@ -270,7 +266,7 @@ def test_text_is_not_held_back_without_need() -> None:
         ("{% if tools %}<calls>{% endif %}", None),
     ],
 )
-def test_parsers_by_template(template: str | None, name: str | None) -> None:
+def test_parsers_by_template(template, name):
     assert parser_for(template) == name
 
 
@@ -292,13 +288,13 @@ MESSAGES = [
 
 
 @pytest.fixture
-def text(pair: Pair) -> TextCodec:
+def text(pair):
     files = pair.tokenizer.as_files()
     config = json.loads(files["tokenizer_config.json"])
     return TextCodec({**files, "tokenizer_config.json": json.dumps(config | {"chat_template": TEMPLATE})}, 304, 256)
 
 
-async def test_conversations_with_tools_reach_the_template(text: TextCodec) -> None:
+async def test_conversations_with_tools_reach_the_template(text):
     fields = read(ChatFields, {"messages": MESSAGES, "tools": TOOLS})
     (ids,) = await text.prompts(Render([m.plain() for m in fields.messages], fields.offered, {}), False)
     assert text.tokenizer.decode(ids) == (
@@ -320,7 +316,7 @@ GEMMA = (
 )
 
 
-async def test_results_go_back_in_the_models_own_form(pair: Pair) -> None:
+async def test_results_go_back_in_the_models_own_form(pair):
     """Thoughts, a call and its result in one turn of Gemma 4; a mark that a tool returns is text."""
     backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
     backend.add_special_tokens(["<turn|>", "<tool_response|>"])
@@ -354,7 +350,7 @@ async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
     )
 
 
-def test_tools_that_cannot_be(pair: Pair) -> None:
+def test_tools_that_cannot_be(pair):
     plain = TextCodec(pair.tokenizer.as_files(), 304, 256)
     with pytest.raises(ApiError, match="template has no tools"):
         tool_parser(TOOLS, plain)
@@ -373,9 +369,7 @@ def test_tools_that_cannot_be(pair: Pair) -> None:
         assert caught.value.status == 400
 
 
-def answer(
-    text: TextCodec, pieces: list[str], done: Any = DONE, **more: Any
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def answer(text, pieces, done=DONE, **more):
     """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
     fields = read(ChatFields, {"messages": MESSAGES[:1], "tools": TOOLS, **more})
     reply = ChatReply(Add("x", [[1]], SamplingParams()), fields, text, parser=tool_parser(TOOLS, text))
@@ -388,9 +382,9 @@ def answer(
     return reply.body()["choices"][0], chunks
 
 
-def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def gathered(chunks):
     """The calls of a stream, put together as a client does."""
-    made: list[dict[str, Any]] = []
+    made = []
     for chunk in chunks:
         for part in chunk["delta"].get("tool_calls", []):
             index = part.pop("index")
@@ -405,7 +399,7 @@ def gathered(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("num_pieces", [1, 7, 40])
-def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
+def test_one_answer_streamed_or_not(text, num_pieces):
     long = json.dumps({"city": "Köln" * 100}, ensure_ascii=False)
     whole = f'See: <tool_call>{GET}</tool_call><tool_call>{{"name": "get", "arguments": {long}}}</tool_call>'
     size = -(-len(whole) // num_pieces)
@@ -428,14 +422,14 @@ def test_one_answer_streamed_or_not(text: TextCodec, num_pieces: int) -> None:
     assert "tool_calls" not in plain["message"]
 
 
-def test_a_named_tool_is_no_reason_to_end(text: TextCodec) -> None:
+def test_a_named_tool_is_no_reason_to_end(text):
     body, _ = answer(
         text, [f"<tool_call>{GET}</tool_call>"], tool_choice={"type": "function", "function": {"name": "get"}}
     )
     assert body["finish_reason"] == "stop" and body["message"]["tool_calls"][0]["function"]["name"] == "get"
 
 
-def test_arguments_that_were_cut_off(text: TextCodec) -> None:
+def test_arguments_that_were_cut_off(text):
     cut_off = msgspec.structs.replace(DONE, finish_reason=FinishReason.LENGTH)
     body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"], done=cut_off)
     assert body["message"]["tool_calls"] == gathered(chunks)
@@ -447,8 +441,8 @@ STRICT = [{"type": "function", "function": {"name": "get", "parameters": ARGUMEN
 
 
 @pytest.mark.parametrize("parser", FORMATS)
-def test_what_compels_a_call(parser: str) -> None:
-    def source(**fields: Any) -> Any:
+def test_what_compels_a_call(parser):
+    def source(**fields):
         asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [*TOOLS, ADDING], **fields})
         made = asked.source(parser)
         return None if made is None else json.loads(made.text)["format"]
@@ -465,7 +459,7 @@ def test_what_compels_a_call(parser: str) -> None:
         source(tool_choice="required", tools=[])
 
 
-def test_strict_tools_that_the_model_may_call() -> None:
+def test_strict_tools_that_the_model_may_call():
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": STRICT})
     assert "strict" not in asked.offered[0]["function"], "the template sees what it knows"
     made = asked.source("hermes")
@@ -478,7 +472,7 @@ def test_strict_tools_that_the_model_may_call() -> None:
     ("schema", "why"),
     [({"type": "array"}, "type object"), ({"type": "object", "patternProperties": {}}, "patternProperties")],
 )
-def test_arguments_that_cannot_be_enforced(schema: Any, why: str) -> None:
+def test_arguments_that_cannot_be_enforced(schema, why):
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": [tool], "tool_choice": "required"})
     with pytest.raises(ApiError, match=why):

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ from lawkit import FAMILIES, write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.quality.likelihood import Text, forced, log_likelihoods
+from sameseed.measure.quality.likelihood import forced, log_likelihoods
 from sameseed.measure.quality.perplexity import Perplexity, mean_interval, perplexity, ratio, ratio_interval, windows
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.sampling import choose
@@ -21,12 +17,12 @@ TEXT = "the sum of all parts is a whole; the loop ends when the list is empty. Ã
 
 
 @pytest.fixture(scope="module")
-def llm(pair_folders: tuple[Path, Path]) -> LLM:
+def llm(pair_folders):
     return LLM(str(pair_folders[0]), max_num_rows=37, max_num_seqs=4)
 
 
 @torch.inference_mode()
-def published(folder: Path, tokens: list[int], window: int, stride: int) -> float:
+def published(folder, tokens, window, stride):
     """The published protocol for `transformers`: labels of known tokens are masked, losses of the others are summed."""
     model = oracle(folder)
     total, count, previous = 0.0, 0, 0
@@ -44,7 +40,7 @@ def published(folder: Path, tokens: list[int], window: int, stride: int) -> floa
 
 
 @pytest.mark.parametrize(("window", "stride"), [(64, 16), (100, 99), (256, 100)])
-def test_agrees_with_transformers(tmp_path: Path, window: int, stride: int) -> None:
+def test_agrees_with_transformers(tmp_path, window, stride):
     write_model(tmp_path, model_type="llama")
     llm = LLM(str(tmp_path), max_num_rows=37, max_num_seqs=4)
     tokens = llm.tokenizer.encode(TEXT)
@@ -56,7 +52,7 @@ def test_agrees_with_transformers(tmp_path: Path, window: int, stride: int) -> N
     assert found.bits_per_byte == pytest.approx(math.log2(expected) * found.tokens / len(TEXT.encode()), rel=1e-3)
 
 
-def test_a_quantized_model_and_cache_are_what_is_measured(llm: LLM, pair_folders: tuple[Path, Path]) -> None:
+def test_a_quantized_model_and_cache_are_what_is_measured(llm, pair_folders):
     plain = perplexity(llm, TEXT, 64, 32)
     for settings in ({"format": "nf4"}, {"kv_format": "fp8_e5m2"}):
         other = perplexity(LLM(str(pair_folders[0]), **settings), TEXT, 64, 32)
@@ -65,7 +61,7 @@ def test_a_quantized_model_and_cache_are_what_is_measured(llm: LLM, pair_folders
         assert value != 1.0 and low < value < high
 
 
-def test_every_token_counts_once() -> None:
+def test_every_token_counts_once():
     for total, window, stride in ((1000, 128, 32), (128, 128, 32), (5, 128, 32), (129, 128, 127), (2, 2, 1)):
         scored = [i for begin, end, first in windows(total, window, stride) for i in range(first, end)]
         assert scored == list(range(1, total))
@@ -74,7 +70,7 @@ def test_every_token_counts_once() -> None:
             assert begin == 0 or first - begin >= window - stride
 
 
-def test_windows_are_clipped_to_the_context_and_overlap(llm: LLM) -> None:
+def test_windows_are_clipped_to_the_context_and_overlap(llm):
     found = perplexity(llm, TEXT, 4096, 4096)
     assert found.window == llm.engine.max_model_len and found.stride == found.window - 1
     short = perplexity(llm, TEXT, max_tokens=50)
@@ -82,15 +78,14 @@ def test_windows_are_clipped_to_the_context_and_overlap(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "match"),
-    [("", {}, "fewer than two"), (TEXT, {"max_tokens": 1}, "fewer than two")],
+    ("text", "settings", "match"), [("", {}, "fewer than two"), (TEXT, {"max_tokens": 1}, "fewer than two")]
 )
-def test_refuses_what_has_no_perplexity(llm: LLM, text: str, settings: dict[str, Any], match: str) -> None:
+def test_refuses_what_has_no_perplexity(llm, text, settings, match):
     with pytest.raises(ConfigError, match=match):
         perplexity(llm, text, **settings)
 
 
-def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
+def test_the_paired_interval_is_narrower_and_needs_the_same_tokens():
     generator = np.random.default_rng(1)
     hard = np.repeat(generator.normal(3, 1, 40), 8)  # what makes a stretch hard is the same in both
     mine, its = (
@@ -106,10 +101,10 @@ def test_the_paired_interval_is_narrower_and_needs_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("logit_bytes", [1, 40_000, 1 << 26])
-def test_logits_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) -> None:
+def test_logits_do_not_depend_on_how_passes_are_cut(llm, logit_bytes):
     tokens, runner = llm.tokenizer.encode(TEXT), llm.engine.runner
     texts = [(tokens[i : i + 5 + 20 * i], min(1 + 3 * i, 4 + 20 * i)) for i in range(6)]
-    found: dict[int, list[torch.Tensor]] = {}
+    found = {}
     for index, targets, logits in forced(runner, texts, 256, 37, logit_bytes):
         assert len(targets) == len(logits)
         found.setdefault(index, []).append(logits)
@@ -120,7 +115,7 @@ def test_logits_do_not_depend_on_how_passes_are_cut(llm: LLM, logit_bytes: int) 
     assert runner.blocks.num_free == runner.blocks.num_blocks
 
 
-def test_the_logits_choose_the_models_own_text(llm: LLM) -> None:
+def test_the_logits_choose_the_models_own_text(llm):
     params = SamplingParams(max_tokens=80, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
     prompt = llm.tokenizer.encode("the sum of")
     text = llm.generate("the sum of", params)[0].token_ids
@@ -129,7 +124,7 @@ def test_the_logits_choose_the_models_own_text(llm: LLM) -> None:
     assert [choose(row, seq, text[:i], ()) for i, row in enumerate(rows)] == list(text)
 
 
-def test_a_model_with_recurrent_layers_is_scored_as_it_decodes(tmp_path: Path) -> None:
+def test_a_model_with_recurrent_layers_is_scored_as_it_decodes(tmp_path):
     write_model(tmp_path, **FAMILIES["qwen3_5"])
     llm = LLM(str(tmp_path), max_num_seqs=2)
     prompt = llm.tokenizer.encode("the sum of")
@@ -137,27 +132,27 @@ def test_a_model_with_recurrent_layers_is_scored_as_it_decodes(tmp_path: Path) -
     assert log_likelihoods(llm.engine, [(prompt, text), (prompt, text[:1])])[0][1]
 
 
-def test_a_cache_of_one_sequence_serves_many(pair_folders: tuple[Path, Path]) -> None:
+def test_a_cache_of_one_sequence_serves_many(pair_folders):
     small = LLM(str(pair_folders[0]), num_blocks=16)
     tokens = small.tokenizer.encode(TEXT)
     found = [logits for *_, logits in forced(small.engine.runner, [(tokens[:200], 1)] * 3, 256, 256)]
     assert len(found) == 3 and torch.equal(found[0], found[2])
 
 
-def test_an_abandoned_text_leaves_nothing(llm: LLM) -> None:
+def test_an_abandoned_text_leaves_nothing(llm):
     parts = forced(llm.engine.runner, [(llm.tokenizer.encode(TEXT)[:100], 1)] * 4, 256, 37)
     next(parts)
-    parts.close()  # type: ignore[attr-defined]
+    parts.close()
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
 
 @pytest.mark.parametrize("text", [([5, 6], 0), ([5, 9999], 1), ([5, 6], 2), ([5] * 300, 1)])
-def test_refuses_what_cannot_be_scored(llm: LLM, text: Text) -> None:
+def test_refuses_what_cannot_be_scored(llm, text):
     with pytest.raises(RequestError):
         list(forced(llm.engine.runner, [text], 256, 37))
 
 
-def test_options_share_a_pass_and_score_as_alone(llm: LLM) -> None:
+def test_options_share_a_pass_and_score_as_alone(llm):
     context = tuple(llm.tokenizer.encode("the list is"))
     pairs = [(context, (t,)) for t in (7, 50, 120)] + [(context[:2], (9,)), (context, (7, 50))]
     together = log_likelihoods(llm.engine, pairs)
@@ -169,21 +164,21 @@ def test_options_share_a_pass_and_score_as_alone(llm: LLM) -> None:
     assert not log_likelihoods(llm.engine, [(context, (greedy[0] + 1,))])[0][1]
 
 
-def test_a_long_context_loses_its_beginning(llm: LLM) -> None:
+def test_a_long_context_loses_its_beginning(llm):
     tokens = llm.tokenizer.encode(TEXT)
     assert log_likelihoods(llm.engine, [(tokens[:400], [8])]) == log_likelihoods(llm.engine, [(tokens[144:400], [8])])
     with pytest.raises(RequestError):
         log_likelihoods(llm.engine, [([], [8])])
 
 
-def test_the_interval_of_a_mean_is_near_the_normal_one() -> None:
+def test_the_interval_of_a_mean_is_near_the_normal_one():
     scores = [1.0] * 60 + [0.0] * 140
     low, high = mean_interval(scores, 3)
     half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
     assert (low, high) == pytest.approx((0.3 - half, 0.3 + half), abs=0.012)
 
 
-def test_it_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_it_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     hits = 0
     for i in range(200):
@@ -192,5 +187,5 @@ def test_it_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.87 <= hits / 200 <= 0.99
 
 
-def test_without_units_there_is_none() -> None:
+def test_without_units_there_is_none():
     assert mean_interval([1.0], 0) is None and ratio_interval([0.0, 0.0], [0.0, 0.0], 0) is None
