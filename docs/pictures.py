@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
 from recorded import ROOT, Record, last_of_each, lines, origins, real_records, short
-from studied import measured
+from studied import measured, ours
 
 from sameseed.report.plot import Panel, Series, draw
 from sameseed_lab.studies import _page, _runner
@@ -198,8 +198,7 @@ def study(name: str) -> Picture:
     plots = _runner.load(name).report(found).plots
     plot = next((p for p in plots if p.name == plot_name), plots[0])
     timed = [r for r in found if "repetitions" in r] or found
-    about = _page.ours(timed[-1])
-    about = f"{about[0].upper()}{about[1:]}. {_page.SPREAD} {origins(timed)}"
+    about = f"{ours(timed[-1])} {_page.SPREAD} {origins(timed)}"
     return Picture(plot.title, plot.panels[part], about, f"{name}: {plot.title}", 3)
 
 

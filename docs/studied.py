@@ -14,7 +14,7 @@ SAID = {"real": "real models", "true": "twins at true shapes", "small": "the emb
 def section(name: str) -> str:
     """A study's section: its source, what was found on each target, and how to run sizes that are missing."""
     study, found = _runner.load(name), measured(name)
-    parts = [f"After {study.source}."]
+    parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
     parts += [shown(name, its) for its in found if its[0]["size"] != "small" or len(found) == 1]
     known = {its[0]["size"] for its in found}
     for size in [size for size in SAID if size not in known and (size != "small" or not known)]:
@@ -49,6 +49,12 @@ def shown(name: str, found: list[Record]) -> str:
     beside = f" The study's page has {ratios} published figures beside ours." if ratios else ""
     timed = [r for r in found if "repetitions" in r] or found[-1:]
     last = last_of_each(timed, lambda r: (r["config"].get("workload"), r["commit"]))
-    about = " ".join(dict.fromkeys(f"{_page.ours(r)[0].upper()}{_page.ours(r)[1:]}." for r in last))
+    about = " ".join(dict.fromkeys(map(ours, last)))
     what = target_of(found[0])[1] or SAID[found[0]["size"]].capitalize()
     return f"**{what}.** {' '.join(report.findings)}{beside} {about} {origins(last)}"
+
+
+def ours(record: Record) -> str:
+    """Machine and workload of a record as a sentence; a model's name keeps its first letter."""
+    said = _page.ours(record)
+    return f"{said if record['size'] == 'real' else said[0].upper() + said[1:]}."

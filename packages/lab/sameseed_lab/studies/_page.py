@@ -47,11 +47,11 @@ def ours(last: Mapping[str, Any]) -> str:
     c = last["config"]
     if "repetitions" not in last:
         return f"{c['model']} on {last['machine']['cpu']}; no speed was measured"
-    if "workload" in c:
-        return f"{c['workload']}; {last['machine']['cpu']}"
-    count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"
     kinds = {"small": "the embedded family", "true": "twins of the embedded family at true shapes"}
     kind = kinds.get(last["size"]) or " with ".join(last["models"].values())
+    if "workload" in c:
+        return f"{c['workload'].replace('own, ', f'{kind}, ', 1)}; {last['machine']['cpu']}"
+    count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"
     return (
         f"{kind} on {machine(last)}; {count}, at most "
         f"{c['max_tokens']} tokens each, {len(last['repetitions'])} x interleaved, medians"

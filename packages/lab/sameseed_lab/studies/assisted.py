@@ -43,7 +43,7 @@ def derive(records: Records) -> list[Row]:
     for row in rows:
         row["bits"] = BITS.get(row["format"], STORED)
         if row.get("draft_format"):
-            row["draft_bits"] = BITS.get(row["draft_format"], STORED) if row["draft_model"] else "no weights"
+            row["draft_bits"] = BITS.get(row["draft_format"], STORED) if row["draft_model"] else row["draft_name"]
         row["row"] = row["cell"] if row["drafted"] else f"{row['cell']}: plain"
     return rows
 
@@ -56,7 +56,7 @@ def findings(rows: list[Row]) -> list[str]:
     best = max(drafted, key=lambda r: float(r["tokens_per_s"]))
     total = best.get("over_bf16")
     said = [
-        f"The fastest: target in {best['bits']}, draft in {best['draft_bits']}, k = {best['num_draft_tokens']}, "
+        f"The fastest: target {best['bits']}, draft {best['draft_bits']}, k = {best['num_draft_tokens']}, "
         f"{best['how']}: {best['tokens_per_s']:.0f} tokens/s. That is {best['speedup']:.2f} times plain decoding in "
         "its own format"
         + (f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times)." if total else ".")
