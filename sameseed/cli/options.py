@@ -162,9 +162,10 @@ def _gathered(argv: Seq[str], command: type) -> Seq[str]:
     for name, hint in get_type_hints(command, include_extras=True).items():
         kind, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
         if tyro.conf.UseAppendAction not in marks and any(get_origin(k) is tuple for k in (kind, *get_args(kind))):
-            lists.add_argument(*{_flag(name), f"--{name}"}, dest=name, nargs="*", action="extend")
-    values, others = lists.parse_known_args(argv)
-    return [*others, *(word for name, given in vars(values).items() for word in (_flag(name), *given))]
+            others = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
+            lists.add_argument(*{_flag(name), f"--{name}", *others}, dest=name, nargs="*", action="extend")
+    values, rest = lists.parse_known_args(argv)
+    return [*rest, *(word for name, given in vars(values).items() for word in (_flag(name), *given))]
 
 
 def _flag(name: str) -> str:
