@@ -48,8 +48,7 @@ def run(parsed: Parsed[EvalArgs]) -> int:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
     model, tasks = args.name or engine.model, words(args.tasks)
     suite.check(tasks, settings, text)
-    draft = {"draft": draft_choice(args.draft, model)}
-    llm = load_llm(model, quiet=args.json, **engine.settings | draft)
+    llm = load_llm(model, draft_choice(args.draft, model), quiet=args.json, **engine.settings)
     variant = Variant(model, llm.config.format, llm.config.cache.format)
     with stages("evaluating", args.json) as tick:
         quality = suite.evaluate(llm, tasks, settings, text, tick)
