@@ -417,8 +417,8 @@ class GoodputLength:
         steps = self._depth if self._could_end else self._steps
         draft = self._draft_cost
         self.cost.learn(round_, steps, catching_up, self._num_learned <= WARM_UP, settled, draft)
-        if self._could_end and self._depth and not catching_up and draft is not self._chains:
-            asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+        asking = [len(seq) for seq, k in zip(round_.seqs, round_.num_asked, strict=True) if k]
+        if asking and self._could_end and self._depth and not catching_up and draft is not self._chains:
             self._chains.learn(self._depth, len(asking), sum(asking) / len(asking), times.draft)
 
     @property

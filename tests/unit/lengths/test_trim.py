@@ -140,6 +140,8 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time():
     policy._held, policy._rest = None, 0
     policy.lengths(seqs, 1)
     assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
+    policy._depth = 2
+    policy.update(Round(seqs, [0], [0], [0], 2, TimeSplit(draft=0.01, target=0.03)))  # that draft was given up
 
 
 def test_long_contexts_cost():
