@@ -117,7 +117,7 @@ def test_a_folder_of_a_block_head_is_drafted_with_as_one(pair_folders):
     assert resolve(parse_draft(block)).spec.method == "block"
     assert resolve(parse_draft(head)).spec.method == "eagle"
     engine = build_engine(str(target), EngineConfig(max_num_seqs=2, spec=parse_draft(block)))
-    assert engine.drafter.most == 7
+    assert engine.drafter.runner.model.config.num_guesses == 7
     for method, model, other in (("eagle", block, "block"), ("block", head, "eagle")):
         with pytest.raises(ConfigError, match=f"--draft {other}"):
             build_engine(str(target), EngineConfig(max_num_seqs=2, spec=SpecConfig(method, model)))
