@@ -20,6 +20,7 @@
 #include "bind.h"
 #include "delta.h"
 #include "experts.h"
+#include "blocks.h"
 #include "grow.h"
 #include "isa.h"
 #include "limits.h"
@@ -235,6 +236,11 @@ void bind_structs(nb::module_& m) {
                 field("nibbles", &EncodeArgs::nibbles), field("asymmetric", &EncodeArgs::asymmetric),
                 field("wide_scales", &EncodeArgs::wide_scales), field("packed", &EncodeArgs::packed),
                 field("scales", &EncodeArgs::scales), field("zeros", &EncodeArgs::zeros), field("low", &EncodeArgs::low));
+    bind_struct(m, "BlockRows", "Rows of a matrix in ggml's blocks in an open file, and where they are packed.",
+                field("file", &BlockRows::file), field("begin", &BlockRows::begin), field("kind", &BlockRows::kind),
+                field("outputs", &BlockRows::outputs), field("depth", &BlockRows::depth), field("order", &BlockRows::order),
+                field("codes", &BlockRows::codes), field("high", &BlockRows::high), field("steps", &BlockRows::steps),
+                field("minima", &BlockRows::minima), field("scales", &BlockRows::scales), field("least", &BlockRows::least));
 }
 
 void bind_growth(nb::module_& m) {
@@ -365,6 +371,7 @@ NB_MODULE(_native, m) {
     m.def("pack_high", &py_pack_high, unlocked);
     m.def("unpack_high", &py_unpack_high, unlocked);
     m.def("encode_packed", &encode_packed, unlocked);
+    m.def("read_block_rows", &read_block_rows, unlocked);
     m.def("pack_pairs", &py_pack_pairs, unlocked);
     m.def("unpack_pairs", &py_unpack_pairs, unlocked);
     m.def("kv_row_bytes", [](int format, int64_t dim) { return kv_row_bytes(static_cast<KvFormat>(format), dim); },

@@ -1,11 +1,10 @@
-"""Devices by name: availability, free memory, copies and synchronization; and a description of the CPU."""
+"""Devices by name: availability, free memory of a GPU, copies and synchronization; and a description of the CPU."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,70 +71,6 @@ def check(name: str) -> None:
 def title(name: str) -> str | None:
     """The product name of a GPU; None for other devices."""
     return torch.cuda.get_device_name(torch.device(name)) if name.partition(":")[0] == "cuda" else None
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take without swapping; 4 GiB, a cautious value, where nothing tells.
-
-    The least of what the machine has, what is left of its control groups' limits (memory.max and memory.high of version
-    2, memory.limit_in_bytes of version 1, of every group around it), and of RLIMIT_AS and RLIMIT_DATA. `root`: of /proc
-    and /sys.
-    """
-    rooms = [*_group_rooms(root), *_rlimit_rooms()]
-    with suppress(OSError, KeyError, ValueError):
-        rooms.append(_sizes(root / "proc/meminfo")["MemAvailable:"] * 1024)
-    return max(0, min(rooms, default=4 << 30))
-
-
-# By version of control groups: where they are mounted, their limits and use, and how memory.stat names files' pages.
-_GROUPS: dict[int, tuple[tuple[str, ...], tuple[str, ...], str, str, str]] = {
-    1: (("memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "mapped_file"),
-    2: (("", "unified"), ("memory.max", "memory.high"), "memory.current", "", "file_mapped"),
-}
-
-
-def _group_rooms(root: Path) -> Iterator[int]:
-    """Bytes left in each memory control group that this process is in."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        version = 1 if controllers else 2
-        if version == 1 and "memory" not in controllers.split(","):
-            continue
-        mounts, limits, usage, total, mapped = _GROUPS[version]
-        # In a container the path may be the host's; then only the mount itself is there, and it is the container's.
-        parts = [part for part in PurePosixPath(path.lstrip("/")).parts if part != ".."]
-        folders = [(root / "sys/fs/cgroup" / m).joinpath(*parts[:n]) for m in mounts for n in range(len(parts) + 1)]
-        for folder in folders:
-            found: list[int] = []
-            for limit in limits:
-                with suppress(OSError, ValueError):  # "max" is no number
-                    found.append(int((folder / limit).read_text()))
-            if not found:
-                continue
-            with suppress(OSError, ValueError, KeyError):
-                held, stat = int((folder / usage).read_text()), _sizes(folder / "memory.stat")
-                # Pages of files that nobody has mapped are dropped when memory is needed.
-                files = stat[f"{total}inactive_file"] + stat[f"{total}active_file"] - stat[f"{total}{mapped}"]
-                yield min(found) - held + max(0, files)
-
-
-def _rlimit_rooms() -> Iterator[int]:
-    """Bytes left of this process's own limits, which count reserved memory, too."""
-    with suppress(ImportError, OSError):  # other systems than Linux
-        import resource
-
-        pages = [int(x) * resource.getpagesize() for x in Path("/proc/self/statm").read_text().split()]
-        for kind, held in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
-            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-                yield limit - held
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it."""
-    return {words[0]: int(words[1]) for line in file.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 def free_memory(name: str) -> int:

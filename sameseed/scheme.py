@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,20 @@ class QuantTensor:
         """Values of a row that share a scale: K over the number of scales (K for dense formats)."""
         scales = self.parts.get("scales")
         return self.shape[1] if scales is None else self.shape[1] // scales.shape[1]
+
+
+class FileRows(NamedTuple):
+    """A matrix in ggml's blocks of one type, `begin` bytes into an open file.
+
+    `name`: for messages. `order`: int64 [O], which row of the file is row o of the matrix; None: row o.
+    """
+
+    name: str
+    file: int
+    begin: int
+    kind: str
+    shape: tuple[int, int]
+    order: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,9 @@ class Stored:
     def bits(self, name):
         raise NotImplementedError
 
+    def file_rows(self, name):
+        return None
+
     def in_parts(self, name):
         return False
 

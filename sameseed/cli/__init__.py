@@ -21,7 +21,7 @@ import textwrap
 import threading
 from collections.abc import Sequence as Seq
 
-from sameseed import __version__, registry
+from sameseed import __version__, memory, registry
 from sameseed.errors import RegistryError, SameseedError, nearest
 
 COMMANDS = {
@@ -58,6 +58,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
+LOADING = ("generate", "chat", "bench")  # commands that load the model in this process, and first
 NEEDED = ("tyro", "rich")  # packages that only the command line needs
 
 
@@ -148,6 +149,8 @@ def _command(name: str, argv: list[str]) -> int:
     words = name.replace("-", " ").split()
     own = getattr(flags, f"{''.join(map(str.title, words))}Args")
     parsed = options.parse(own, argv, f"sameseed {name}", **flags.SHARED.get(name, {}))
+    if name in LOADING and parsed.engine.settings.get("device") == "cpu":
+        memory.bring_in(parsed.engine.model)
     return int(importlib.import_module(f"sameseed.cli.{'_'.join(words)}").run(parsed))
 
 

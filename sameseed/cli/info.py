@@ -18,10 +18,10 @@ from sameseed import devices, registry, scheme
 from sameseed.cli.console import show_table, stdout_console
 from sameseed.cli.flags import InfoArgs
 from sameseed.cli.options import Parsed
-from sameseed.devices import available_memory
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.shapes import SHAPES
+from sameseed.memory import available_memory
 from sameseed.models.head_config import is_head, read_head_config
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config, resolve_model
 from sameseed.plan.memory import memory

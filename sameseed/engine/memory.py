@@ -8,9 +8,9 @@ from pathlib import Path
 from sameseed import devices, scheme
 from sameseed.batch import MAX_NODES
 from sameseed.config import EngineConfig
-from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.kvcache.state import state_bytes
+from sameseed.memory import available_memory
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import head_bytes
 from sameseed.models.head_config import check_rotation, is_head

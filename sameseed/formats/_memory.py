@@ -10,7 +10,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-HUGE = 1 << 21  # bytes of a huge page
+from sameseed.memory import HUGE, brought_in
+
 LINE = 64  # bytes of a cache line
 SHARED = 32 * HUGE  # bytes that tensors of an arena share; one of more than a quarter of that has its own memory
 
@@ -33,17 +34,29 @@ class Arena:
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
         self._lock = Lock()
+        self._ahead = brought_in()  # comes first
+        if self._ahead is not None:
+            self._ahead.stop()
+            start = self._ahead.start
+            self._left = torch.frombuffer(self._ahead.memory, dtype=torch.uint8)[start : start + self._ahead.size]
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialized tensor, aligned to a cache line."""
         size = math.prod(shape) * dtype.itemsize
-        if device.type != "cpu" or 4 * size > SHARED:
-            return roomy(shape, dtype, device)
         with self._lock:
+            if device.type != "cpu" or (4 * size > SHARED and size > len(self._left)):
+                return roomy(shape, dtype, device)
             if size > len(self._left):
+                self.close()
                 self._left = roomy((SHARED,), torch.uint8)
             taken, self._left = self._left[:size], self._left[-(-size // LINE) * LINE :]
         return taken.view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Give back memory that was brought in and is not used."""
+        if self._ahead is not None:
+            self._ahead.give_back(self._ahead.size - len(self._left))
+            self._ahead = None
 
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sameseed import devices, registry
-from sameseed.devices import available_memory
+from sameseed.memory import available_memory
 
 BYTES = 512 << 20  # of memory that is read: far larger than the CPU's caches
 REPEATS = 8

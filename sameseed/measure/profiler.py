@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from sameseed import devices, ops
-from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.measure import usage
 from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, ProfileGrid, TimedModel, cache_bytes
 from sameseed.measure.shapes import get_shape, shape_as_dict
+from sameseed.memory import available_memory
 from sameseed.models.config import ModelConfig
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
 from sameseed.models.synthetic import RandomCheckpoint, random_model

@@ -23,11 +23,11 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise self.unsound(str(error)) from None
         try:
-            self.size = os.fstat(self._file).st_size
+            self.size = os.fstat(self.descriptor).st_size
             self.read_header()
         except (OSError, ValueError, OverflowError, RecursionError, struct.error) as error:
             self.close()
@@ -37,7 +37,7 @@ class TensorFile:
         raise NotImplementedError
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self.descriptor)
 
     def unsound(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is not a sound {self.kind} file ({reason}); download it again")
@@ -48,7 +48,7 @@ class TensorFile:
         view: memoryview = out.numpy().data  # shares the memory of `out`
         done = 0
         while done < len(view):
-            count = os.preadv(self._file, [view[done:]], begin + done)
+            count = os.preadv(self.descriptor, [view[done:]], begin + done)
             if count == 0:
                 raise self.unsound(f"it ends before byte {end}; was it changed while it was read?")
             done += count

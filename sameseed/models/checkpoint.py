@@ -127,6 +127,9 @@ class Checkpoint:
         stored = self.scheme(name)
         return self.dtype(name).itemsize * 8.0 if stored is None else float(get(stored.weights).bits)
 
+    def file_rows(self, name: str) -> None:
+        return None
+
     def in_parts(self, name: str) -> bool:
         return name not in self._stored
 

@@ -57,7 +57,7 @@ class SafetensorsFile(TensorFile):
         size = self.size
         if size < 8:
             raise self.unsound(f"{size} bytes are too few")
-        length = struct.unpack("<Q", os.pread(self._file, 8, 0))[0]
+        length = struct.unpack("<Q", os.pread(self.descriptor, 8, 0))[0]
         if length > min(MAX_HEADER, size - 8):
             raise self.unsound(f"a header of {length} bytes in a file of {size}")
         text = bytes(self.read(8, 8 + length).numpy()).decode("utf-8")

@@ -54,6 +54,9 @@ class RandomCheckpoint:
     def bits(self, name: str) -> float:
         return self._dtype.itemsize * 8.0
 
+    def file_rows(self, name: str) -> None:
+        return None
+
     def in_parts(self, name: str) -> bool:
         return False
 

@@ -25,7 +25,7 @@ from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import TILE, Ops, limit_threads, num_threads
-from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
+from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
 A = TypeVar("A")
@@ -51,6 +51,9 @@ class TensorSource(Protocol):
 
         Rows can be chosen only where `in_parts` says so.
         """
+
+    def file_rows(self, name: str) -> FileRows | None:
+        """Where a matrix lies in a file, if it is there in blocks as ggml has them."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor; for a matrix with a scheme, the type of the values that `rows` returns."""
@@ -209,7 +212,7 @@ class WeightReader:
         shapes: Shapes | None = None,
     ) -> None:
         self.config, self.source, self.quant, self.device = config, source, quant, device
-        self.encode, self.pack, self.has_kernel = ops.encode, ops.pack, ops.has_kernel
+        self.encode, self.pack, self.read, self.has_kernel = ops.encode, ops.pack, ops.read, ops.has_kernel
         self.shapes = expected_shapes(config) if shapes is None else shapes
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
@@ -226,6 +229,7 @@ class WeightReader:
     def __exit__(self, *exc: object) -> None:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
+        self._arena.close()
 
     def spread(self, function: Callable[[A], B], items: Iterable[A]) -> Iterable[B]:
         """`map`, on several threads if there are any. `function` must not call this."""
@@ -335,6 +339,10 @@ class WeightReader:
     def _in_chunks(self, names: Seq[str], chosen: QuantScheme, as_stored: bool, spread: Spread) -> QuantTensor:
         """Matrices joined along O, encoded or as stored, some rows at a time."""
         height, width = sum(self.shapes[n][0] for n in names), self.shapes[names[0]][1]
+        where = [self.source.file_rows(n) for n in names] if as_stored and chosen.activations == "int8" else [None]
+        if None not in where and (found := self.read(where, chosen.weights, self._arena.take)) is not None:
+            self._tick(height * width)
+            return found
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         values = CHUNK * (WIDER if torch.device(self.device).type == "cuda" else 1)

@@ -91,6 +91,8 @@ class Ops:
         )
         # `w` in the layout of the backend's kernels; `w` itself if they read it unchanged, or not at all.
         self.pack: Callable[[QuantTensor], QuantTensor] = getattr(backend, "pack", lambda w: w)
+        # Weights read from a file straight into that layout, in memory from a function; None: not supported.
+        self.read: Callable[..., QuantTensor | None] = getattr(backend, "read", lambda *_: None)
         self._encode: Callable[[Tensor, QuantScheme], QuantTensor | None] = getattr(backend, "encode", lambda *_: None)
         self._product_rounding: Callable[[QuantTensor], float] = getattr(backend, "product_rounding", lambda w: 0.0)
         self._attention_rounding: Callable[[str], float] = getattr(backend, "attention_rounding", lambda name: 0.0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sameseed.errors import ModelLoadError
 from sameseed.formats._memory import roomy
 from sameseed.ops._packed import ROWS_PER_PACK, SCALES, SERVED, by_block, native_weight
-from sameseed.scheme import KQUANTS, QuantTensor
+from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
@@ -18,6 +20,8 @@ with suppress(ImportError):  # cpu.py then says that the module is missing
 _SUPER = 256  # super_columns
 _SCALES = ("scales", "least")
 _MULTIPLES = ("steps", "minima")
+# enum BlockKind: types of ggml's blocks that are packed as they are read
+_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
 
 
 def _shapes(w: QuantTensor) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
@@ -65,6 +69,41 @@ def pack(w: QuantTensor) -> QuantTensor:
             part = roomy(shapes[name][0], torch.int8).copy_(pairs.permute(0, 1, 3, 4, 2))
         parts[name] = part
     return replace(w, parts=parts, layout="cpu")
+
+
+def read(
+    pieces: Seq[FileRows], name: str, take: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+) -> QuantTensor | None:
+    """Read matrices in one type of ggml's blocks, joined along O, straight into packed parts; None if not supported.
+
+    The result is what `pack` makes of a weight in format `name`, in memory from `take`. Raises ModelLoadError
+    where a file is too short, or holds a scale that is NaN or infinite.
+    """
+    kind, depth, joined = pieces[0].kind, pieces[0].shape[1], sum(p.shape[0] for p in pieces)
+    if kind not in _KINDS or any(p.kind != kind or p.shape[0] % ROWS_PER_PACK for p in pieces[:-1]):
+        return None
+    blocks, small = -(-joined // ROWS_PER_PACK), name not in KQUANTS
+    if small:
+        columns, groups = 4 if kind == "Q8_0" else 8, depth // 32
+        shapes = {"codes": (blocks, depth // columns, 2, 16, 4), "scales": (blocks, groups, ROWS_PER_PACK)}
+        shapes |= {"high": (blocks, groups, 2, 16, 4)} if BLOCKS.get(name) == 5 else {}
+        shapes |= {"least": shapes["scales"]} if kind in ("Q4_1", "Q5_1") else {}
+    else:
+        shapes = {n: shape for n, (shape, _) in _shapes(QuantTensor(name, (joined, depth), {}, "int8")).items()}
+    types = {n: torch.float16 if n in _SCALES else torch.int8 if n in _MULTIPLES else torch.uint8 for n in shapes}
+    parts = {n: take(shape, types[n], torch.device("cpu")) for n, shape in shapes.items()}
+    first = 0
+    for p in pieces:
+        at = {n: t[first // ROWS_PER_PACK :].data_ptr() for n, t in parts.items()}
+        order = 0 if p.order is None else p.order.data_ptr()
+        rows = dict.fromkeys(("high", "steps", "minima", "least"), 0) | at
+        where = {"file": p.file, "begin": p.begin, "kind": _KINDS.index(kind), "order": order}
+        try:
+            _native.read_block_rows(_native.BlockRows(**where, outputs=p.shape[0], depth=depth, **rows))
+        except RuntimeError as error:
+            raise ModelLoadError(f"tensor {p.name} {error}; the file is damaged, download it again") from None
+        first += p.shape[0]
+    return QuantTensor(name, (joined, depth), parts, "int8", "cpu")
 
 
 def unpack(w: QuantTensor) -> QuantTensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sameseed.errors import ConfigError
-from sameseed.ops import _packed
+from sameseed.ops import _packed, _super
 from sameseed.ops._native_cache import (
     KV_FORMATS,
     attention,
@@ -55,6 +55,7 @@ DEVICES = frozenset({"cpu"})
 # Formats with kernels for float rows. `serves` also covers weights whose rows are quantized.
 LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in _packed.SERVED if rows is None}
 encode = _packed.encode
+read = _super.read
 replayer = PlanReplay  # `forward(ops, batch, cache, captures)` through recorded plans: the same bits, less Python
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.round import MAX_NUM_ROWS, ModelSteps, RoundCost, lengths_by_batch
-from sameseed.devices import available_memory
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
 from sameseed.engine.memory import pass_bytes
@@ -25,6 +24,7 @@ from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits
 from sameseed.measure.shapes import SHAPES, shape_as_dict
+from sameseed.memory import available_memory
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import load_tokenizer

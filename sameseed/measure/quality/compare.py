@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 from sameseed.config import SpecConfig, draft_text
-from sameseed.devices import available_memory
 from sameseed.engine.build import check_parts
 from sameseed.engine.levels import resolve
 from sameseed.engine.llm import LLM
@@ -31,6 +30,7 @@ from sameseed.measure.quality.show import Variant, make_record
 from sameseed.measure.quality.suite import PerplexityText, Quality
 from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts, stored
+from sameseed.memory import available_memory
 from sameseed.models.config import EMBEDDED
 from sameseed.models.draft_format import is_smaller
 from sameseed.models.loader import resolve_model, target_scheme

@@ -57,7 +57,7 @@ class GGUFFile(TensorFile):
     kind = "GGUF"
 
     def read_header(self) -> None:
-        state = os.fstat(self._file)
+        state = os.fstat(self.descriptor)
         key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
         if key not in _headers:
             while len(_headers) > 1:  # a target and its draft

@@ -26,7 +26,7 @@ from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
 from sameseed.models.layouts.base import finite, round_scheme, rounded, say_once
 from sameseed.models.weights import Shapes, expected_shapes
-from sameseed.scheme import BLOCKS, QuantScheme, QuantTensor, get
+from sameseed.scheme import BLOCKS, FileRows, QuantScheme, QuantTensor, get
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KEPT = {
@@ -166,6 +166,15 @@ class GGUFCheckpoint:
 
     def in_parts(self, name: str) -> bool:
         return True
+
+    def file_rows(self, name: str) -> FileRows | None:
+        info = self._info(name)
+        if info.type not in KEPT or len(info.shape) != 2:
+            return None
+        (height, width), (_, _, order) = info.shape, self._order(name, 0, info.shape[0])
+        return FileRows(
+            f"{self._name(name)} in {self.path}", self._file.descriptor, info.begin, info.type, (height, width), order
+        )
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         info = self._info(name)

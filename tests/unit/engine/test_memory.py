@@ -12,11 +12,11 @@ from fixtures_models import VARIANTS, write_checkpoint
 from lawkit import write_model
 
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.devices import available_memory
 from sameseed.engine import build, memory
 from sameseed.engine.memory import Demand, block_bytes, demand, plan_blocks
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.kvcache.cache import KVCache
+from sameseed.memory import available_memory
 from sameseed.models.config import parse_config
 from sameseed.scheme import QuantScheme
 
@@ -169,7 +169,7 @@ def test_memory_that_control_groups_leave(line, groups, room, tmp_path):
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_memory_that_a_limit_of_the_process_leaves(kind):
     script = (
-        "import resource, sameseed.devices as d; limit = d.available_memory() // 2 + 2**32;"
+        "import resource, sameseed.memory as d; limit = d.available_memory() // 2 + 2**32;"
         f"resource.setrlimit(resource.{kind}, (limit, limit)); print(0 < d.available_memory() < limit)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "True\n"

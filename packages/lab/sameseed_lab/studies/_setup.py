@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sameseed import ops
-from sameseed.devices import available_memory
 from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, within
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
+from sameseed.memory import available_memory
 from sameseed.plan.paper import sheet
 from sameseed.report.record import model_name
 from sameseed_lab.twin import find_shape, make_twin
