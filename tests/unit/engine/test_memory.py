@@ -11,10 +11,12 @@ import torch
 from fixtures_models import VARIANTS, write_checkpoint
 from lawkit import write_model
 
+from sameseed import memory as ahead
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine import build, memory
 from sameseed.engine.memory import Demand, block_bytes, demand, plan_blocks
 from sameseed.errors import ConfigError, RegistryError
+from sameseed.formats._memory import Arena
 from sameseed.kvcache.cache import KVCache
 from sameseed.memory import available_memory
 from sameseed.models.config import parse_config
@@ -173,3 +175,17 @@ def test_memory_that_a_limit_of_the_process_leaves(kind):
         f"resource.setrlimit(resource.{kind}, (limit, limit)); print(0 < d.available_memory() < limit)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "True\n"
+
+
+def test_memory_that_was_brought_in_serves_the_weights_first(tmp_path, monkeypatch):
+    """It counts as free, zeros are never written over weights, and what is not used is given back."""
+    monkeypatch.setattr(ahead, "LEAST", 1)
+    (tmp_path / "m.gguf").write_bytes(bytes(5 << 20))
+    ahead.bring_in(str(tmp_path / "missing.gguf"))
+    assert ahead.brought_in() is None
+    ahead.bring_in(str(tmp_path / "m.gguf"))
+    arena = Arena()
+    tensors = [arena.take((n,), torch.uint8, torch.device("cpu")).fill_(i) for i, n in enumerate((4 << 20, 3, 9 << 20))]
+    arena.close()
+    assert [t.unique().tolist() for t in tensors] == [[0], [1], [2]]
+    assert ahead.brought_in() is None

@@ -22,7 +22,7 @@ from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
-from sameseed.models.weights import weight_bytes
+from sameseed.models.weights import read_weights, weight_bytes
 from sameseed.scheme import QuantScheme, get
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "vocab_size": 96}
@@ -259,6 +259,9 @@ def test_random_blocks_mean_what_the_gguf_package_says(kind, at, text_, tmp_path
         model = load(path, backend)
         assert {m.format for m in model.weights.matrices} == {q.format}
         assert (all_logits(model, prompt(12)) - want).norm() < (0.2 if kind == "Q6_K" else 0.05) * want.norm()
+        down = load(path, weights="fp32").weights.layers[0].down.parts["weight"]
+        own = model.weights.layers[0].down
+        assert get(q.format).decode(ops.resolve(backend).unpack(own)).equal(down)
     assert not any("--format fp32" in r.getMessage() for r in caplog.records)
 
 
@@ -275,9 +278,9 @@ def test_nvfp4_blocks_have_a_scale_beside_them(tmp_path):
     refused(path, "scale", "ffn_down")
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "F16"])
-def test_matrices_of_several_chunks(kind, tmp_path):
-    """Matrices above `CHUNK` values are read in chunks, by several threads; a chunk may begin within a rotated head."""
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16"])
+def test_large_matrices(kind, tmp_path):
+    """Read in chunks, or packed as they are read; a chunk may begin within a rotated head. Rows end within a block."""
     raw = RAW | {"vocab_size": 4999, "head_dim": 96, "num_attention_heads": 48, "tie_word_embeddings": True}
     tensors = {n: t for n, t in random_tensors(parse_config(raw)).items() if n != "lm_head.weight"}
     path = write_gguf(tmp_path / "model.gguf", raw, tensors, kinds(kind))
@@ -370,6 +373,16 @@ def test_numbers_that_are_none(kind, at, tmp_path):
     data = as_type(tensors[name], kind)
     data[3, at : at + 2] = [0, 0x7C]
     refused(write_gguf(tmp_path / "m.gguf", RAW, tensors, blobs={gguf_name(name): (data, kind)}), "NaN or infinity")
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), kinds("Q8_0"))
+    config = read_config(path)
+    with GGUFCheckpoint(path) as source:
+        source.check(config)
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ModelLoadError, match="download"):
+            read_weights(config, source, QuantScheme(), ops.resolve("auto"))
 
 
 KEYS = [key("general.architecture", 8, text("llama")), key("general.alignment", 4, struct.pack("<I", 32))]
