@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.formats._memory import HUGE, reserved
+from sameseed.formats._memory import reserved
 from sameseed.kvcache.state import RecurrentStates
+from sameseed.memory import HUGE
 from sameseed.scheme import Format, KVLayer
 
 
