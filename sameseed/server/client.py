@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -69,18 +70,15 @@ class EngineClient(process.Supervised):
         self.grammars = Grammars(self._compiler, self._forget_grammar, lambda: self._send(frames.Prepare()))
         self._sent: set[str] = set()  # keys of the grammars that the engine has
         self._writer: asyncio.StreamWriter | None = None
-        self._fingerprint = ""
         self._over = False  # are all new requests refused?
         self._heard = 0.0
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """OpenAI's system_fingerprint: a hash of version, model and settings. If it changes, texts may change."""
-        if not self._fingerprint:
-            facts = {k: v for k, v in self.facts.items() if k != "tokenizer"}
-            told = json.dumps([sameseed.__version__, self._load.model, self._load.settings, facts], default=str)
-            self._fingerprint = "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
-        return self._fingerprint
+        facts = {k: v for k, v in self.facts.items() if k != "tokenizer"}
+        told = json.dumps([sameseed.__version__, self._load.model, self._load.settings, facts], default=str)
+        return "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
     def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
         """Send a request to the engine; returns the stream of its output.

@@ -207,8 +207,9 @@ class Asker:
         """The answer to one request, sent again while the server is busy and the budget allows."""
         url = self.endpoint.routes + ("/chat/completions" if self.endpoint.chat else "/completions")
         most = min(MAX_RETRIES, self.budget.requests - self.budget.spent)
-        for retries in itertools.count():
-            answered = False
+        retries = -1
+        while True:
+            retries, answered = retries + 1, False
             try:
                 async with self.client.stream("POST", url, json=body) as response:
                     answered = True
@@ -226,7 +227,6 @@ class Asker:
             self.budget.spent += 1
             wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
             await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
-        raise AssertionError("unreachable")
 
     async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
         """Answers in the order of the questions, with `concurrency` requests at once."""
