@@ -72,18 +72,23 @@ def speed() -> Picture:
     return Picture("Speed over plain decoding, same output", panels, about, f"Speed over plain decoding. {said}")
 
 
+LOSS_MODELS = {"SmolLM2-135M": "smollm2", "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b"}  # and how their names begin
+
+
 def losses() -> Picture:
     """What number formats cost on models of others."""
     found = sorted(loss_records(), key=lambda r: float(r["comparison"]["perplexity_ratio"]["value"]))
-    ratios = [r["comparison"]["perplexity_ratio"] for r in found]
-    names = [f"{variant(r)} ({r['comparison']['weight_bytes'] / 1e6:.0f} MB)" for r in found]
-    points, spread = [(n, r["value"]) for n, r in zip(names, ratios)], [tuple(r["interval"]) for r in ratios]
-    panel = Panel(
-        "SmolLM2-135M", "perplexity over the file's own", [Series("perplexity ratio", points, spread=spread)], "across"
-    )
-    panel = replace(panel, level=1, form=".3f")
+    panels = []
+    for title, name in LOSS_MODELS.items():
+        own = [r for r in found if r["config"]["model"].lower().startswith(name)]
+        ratios = [r["comparison"]["perplexity_ratio"] for r in own]
+        names = [f"{variant(r)} ({r['comparison']['weight_bytes'] / 1e6:.0f} MB)" for r in own]
+        points, spread = [(n, r["value"]) for n, r in zip(names, ratios)], [tuple(r["interval"]) for r in ratios]
+        series = [Series("perplexity ratio", points, spread=spread)]
+        panel = Panel(title, "perplexity over the file's own", series, "across")
+        panels.append(replace(panel, level=1, form=".3f"))
     about = f"Bars end at the value, lines at its 95 % interval. {origins(found)}"
-    return Picture("What fewer bits cost", [panel], about, "Perplexity of each variant over the file's own", 1)
+    return Picture("What fewer bits cost", panels, about, "Perplexity of each variant over the file's own", 1)
 
 
 def loss_records() -> list[Record]:

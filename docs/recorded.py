@@ -234,10 +234,14 @@ def losses(_: list[Record]) -> str:
     found = [r for r in found if r["comparison"]["baseline"] != r["config"]["label"]]
     if not found:
         return hint("losses")
-    p = found[-1]["perplexity"]
-    about = (
-        f"{p['tokens']:,} tokens of WikiText-2's test set, window {p['window']}, stride {p['stride']}; 95 % intervals"
+    ways = {
+        (r["config"]["model"].lower().startswith("smollm2"), r["perplexity"]["window"], r["perplexity"]["stride"])
+        for r in found
+    }
+    how = ", ".join(
+        f"{'SmolLM2' if small else 'Coder'}: window {w}, stride {s}" for small, w, s in sorted(ways, reverse=True)
     )
+    about = f"{found[-1]['perplexity']['tokens']:,} tokens of WikiText-2's test set ({how}); 95 % intervals"
     return f"{about}, paired by blocks of one stride. {origins(found)}"
 
 

@@ -1,4 +1,4 @@
-"""What rounding to a format by `--format` costs in quality, as measured on a real model: an estimate for other models.
+"""What rounding to a format by `--format` costs in quality, as measured on real models: an estimate for other models.
 
 Perplexity of WikiText-2 over that of the weights as stored, head in 8 bits or more (`QuantScheme.with_head`). A test
 derives the figures from benchmarks/results/eval.jsonl; docs/guides/quality.md has them with intervals.
@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from sameseed.scheme import QuantScheme, get
 
-MODEL = "SmolLM2-135M"
-LOSSES = {"w8a8": 1.03, "fp8": 1.03, "w4a8": 1.48, "w4a16-g64": 1.46, "w4a16-g64-asym": 1.24, "nf4": 1.18}
+MODELS = {"SmolLM2-135M": 135, "qwen2.5-coder-1.5b": 1500}  # and their millions of parameters
+LOSSES = {  # by model, in the order of MODELS
+    "w8a8": (1.03, 1.01),
+    "fp8": (1.03, 1.01),
+    "w4a8": (1.48, 1.09),
+    "w4a16-g64": (1.46, 1.08),
+    "w4a16-g64-asym": (1.24,),
+    "nf4": (1.18, 1.04),
+}
 
 
 def likely(quant: QuantScheme) -> str:
@@ -23,4 +30,5 @@ def likely(quant: QuantScheme) -> str:
         return of.weights, of.activations, of.symmetric, of.group
 
     near = min(alike, key=lambda other: [a != b for a, b in zip(kind(other), kind(quant), strict=True)])
-    return f"perplexity about {known[near]:.2f} times the original's (estimated: {near.name} on {MODEL})"
+    found = ", ".join(f"{loss:.2f} with {size}M parameters" for loss, size in zip(known[near], MODELS.values()))
+    return f"perplexity about so many times the original's: {found} (estimated from {near.name})"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from sameseed.errors import ConfigError, RegistryError
-from sameseed.formats._losses import LOSSES, MODEL, likely
+from sameseed.formats._losses import LOSSES, MODELS, likely
 from sameseed.scheme import QuantArgs, QuantScheme, quantize_rows, round_rows
 
 
@@ -175,12 +175,13 @@ RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "eval.jsonl"
 
 def test_losses_are_those_of_the_records():
     measured = {}
-    for line in RECORDS.read_text().splitlines():
-        r = json.loads(line)
-        if r["comparison"] and MODEL in r["config"]["model"]:
-            ratio = r["comparison"]["perplexity_ratio"]
-            measured[r["config"]["asked_format"]] = ratio and ratio["value"]
-    assert {name: pytest.approx(measured[name], abs=0.005) for name in LOSSES} == LOSSES
+    for r in map(json.loads, RECORDS.read_text().splitlines()):
+        for model in MODELS:
+            if r["comparison"] and model in r["config"]["model"] and (ratio := r["comparison"]["perplexity_ratio"]):
+                measured[r["config"]["asked_format"], model] = ratio["value"]
+    for name, losses in LOSSES.items():
+        for loss, model in zip(losses, MODELS, strict=False):
+            assert loss == pytest.approx(measured[name, model], abs=0.006), (name, model)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_losses_are_those_of_the_records():
     [("w4a8-g64", "w4a8"), ("w4a8-qoq", "w4a8"), ("w4a16-asym,lm_head=bf16", "w4a16-g64-asym"), ("w8a8-g32", "w8a8")],
 )
 def test_others_are_estimated_by_the_most_similar(asked, near):
-    assert f"{LOSSES[near]:.2f}" in likely(QuantScheme.parse(asked))
+    assert f"{LOSSES[near][0]:.2f}" in likely(QuantScheme.parse(asked))
 
 
 def test_what_was_not_measured_is_said():
