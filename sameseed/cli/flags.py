@@ -91,7 +91,10 @@ class BenchArgs:
     drafts: Annotated[tuple[str, ...], axis("--draft")] = ("ngram", "auto")  # drafters or models; auto: embedded draft
     draft_formats: Annotated[tuple[str, ...], axis("--draft-format")] = ("auto",)  # number formats of draft models
     confidences: Annotated[tuple[float, ...], axis("--confidence", "")] = ()  # end drafts below this; unset: never
-    ks: Annotated[tuple[int, ...], axis("--k")] = within((3, 5, 7), 0, MAX_DRAFT_TOKENS)  # draft lengths
+    ks: Annotated[
+        tuple[int, ...] | None,
+        arg(aliases=["--k"], metavar="INT [INT ...]", help_behavior_hint="(unset: 3 5 7 with --policy fixed, else 12)"),
+    ] = within(None, 0, MAX_DRAFT_TOKENS, help="draft lengths, or most draft tokens")
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = within((1,), 1)  # prompts that run together
     overlaps: tuple[int, ...] = (0,)  # cores for drafting ahead while the target verifies; 0: none

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from sameseed.config import SpecConfig, draft_text
+from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
 from sameseed.lines import Line, read_lines
@@ -132,16 +132,17 @@ class Arm:
 PLAIN = Arm("plain", SpecConfig())
 
 
-def arms(specs: Seq[SpecConfig], ks: Seq[int]) -> list[Arm]:
-    """Plain decoding, then each draft at each draft length. A draft model that is a head gets the drafter of heads.
+def arms(specs: Seq[SpecConfig], ks: Seq[int] | None) -> list[Arm]:
+    """Plain decoding, then each draft at each draft length; without any, at those usual for its policy.
 
-    Raises ConfigError for a length out of range, ModelLoadError for a draft that is missing.
+    A draft model that is a head gets the drafter of heads. Raises ConfigError for a length out of range, ModelLoadError
+    for a draft that is missing.
     """
     made = [PLAIN]
     for spec in (resolve(spec).spec for spec in specs):
         if spec.method == "none":
             continue
-        for k in ks:
+        for k in ks or ((3, 5, 7) if spec.policy == "fixed" else (GOODPUT_DRAFT_TOKENS,)):
             label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
             label = f"{label} {spec.format}" if spec.format != "auto" else label
             label = f"{label} {spec.policy}" if spec.policy != "fixed" else label
