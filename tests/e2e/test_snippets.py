@@ -24,7 +24,7 @@ PAGES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "2026-q4.md
 # Placeholders in the pages, and what replaces them here.
 STANDS_FOR = {
     r"(path/to|runs|twins)/[\w/-]*head\b.*|org/head": "embedded-head",
-    r"(path/to|twins)/[\w-]*draft": "embedded-draft",
+    r"(path/to|twins)/[\w-]*draft|org/small[\w-]*": "embedded-draft",
     r"suffix \+ (DRAFT|SMALL\.gguf)": "suffix + embedded-draft",
     r"llama-3\.[12]-\d+b|smollm2(-135m)?": "embedded",
     r".*\.gguf|folder-with-one-gguf|org/name[\w/@-]*|path/to/[\w/-]+|twins/[\w-]+|runs/[\w-]+|DIR|M|MODEL": "embedded",
@@ -45,7 +45,7 @@ OTHERS = ["--spec-type", "--spec-draft-n-max", "--speculative-config", "--kv-cac
 YOURS = ("mine.", "text.", "texts.", "chats.", "prompts.", "held-out.")  # files that a reader has
 NOT_HERE = re.compile(  # needs a network, a GPU, a file of another command, a longer context, or hours
     r"Qwen/|meta-llama/|HuggingFaceTB/|amd/|mask_token|--device cuda|--engine vllm"
-    r"|tuned\.toml|--run|--cost|--data|--tasks|--head-for|bench serve|8192|profile --model"
+    r"|tuned\.toml|ids\.json|--cost|--data|--tasks|--head-for|bench serve|8192|profile --model"
     r"|^bench .*OUT/draft|--size real"
 )
 

@@ -21,7 +21,7 @@ V = 2500  # three chunks, the last one not full
 
 
 @triton.jit
-def noise_of(key_ptr, out_ptr, hash_ptr, first, BLOCK):
+def noise_of(key_ptr, out_ptr, hash_ptr, first, BLOCK: tl.constexpr):
     token = first + tl.arange(0, BLOCK)
     key = tl.load(key_ptr)
     tl.store(hash_ptr + tl.arange(0, BLOCK), draws_module.hashed(key, token).to(tl.int64, bitcast=True))

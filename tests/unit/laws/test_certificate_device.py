@@ -31,8 +31,8 @@ def subject_on(device, folders, weights="w8a16"):
     spec = SpecConfig("draft_model", "draft", num_draft_tokens=3)
     config = EngineConfig(backend="reference", device=device, format=weights, spec=spec)
     loaded = Loaded(config, Tokenizer.from_folder(folders[0]), 0, target, (draft,))
-    params = SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True)
-    subject = Subject(loaded, [(3, 1, 4), (9, 2)], params, max_tokens=4, batch=2)
+    params = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
+    subject = Subject(loaded, [(3, 1, 4), (9, 2)], params, max_tokens=8, batch=2)
     subject.digest = acceptance.weights_digest(subject)
     return subject
 
