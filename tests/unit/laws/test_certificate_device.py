@@ -73,7 +73,7 @@ def test_every_check_runs_where_the_models_are(checks, pair_folders, small, monk
 
         monkeypatch.setattr(Ops, "product", product)
         subject = subject_on(name, pair_folders)
-        asked = suite.Asked("tiny", Path("p.jsonl"), None, 4, 2, LEAST)
+        asked = suite.Asked("tiny", Path("p.jsonl"), None, 8, 2, LEAST)
         certificate = suite.certify(subject, asked, chosen(checks))
     assert {r.check.id: r.found.findings for r in certificate.results if r.status == FAILED} == {}
     assert seen and all(seen)
