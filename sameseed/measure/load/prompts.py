@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import ASSETS, read_prompts
+from sameseed.models.layouts.base import say_once
 
 if TYPE_CHECKING:
     import httpx
 
-log = logging.getLogger("sameseed")
 MOST_STOPS = 4  # the limit of OpenAI's API
 BUILT_IN = ("prompts.jsonl", "prompts_heldout.jsonl")
 
@@ -133,9 +132,7 @@ async def make_prompts(
         start = noise.randrange(len(found))
         chosen = [found[(start + i) % len(found)] for i in range(count)]
         if any(len(p.stop) > MOST_STOPS for p in chosen):
-            log.warning(
-                "%s: of each prompt's stop strings the first %d are sent; the API takes no more", kind, MOST_STOPS
-            )
+            say_once(f"{kind}: of each prompt's stop strings the first {MOST_STOPS} are sent; the API takes no more")
         return [await _body(client, endpoint, p, shape.num_output) for p in chosen]
     assert shape.num_input is not None
     if source.tokens is None and kind == "random":
