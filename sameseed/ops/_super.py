@@ -80,7 +80,9 @@ def read(
     where a file is too short, or holds a scale that is NaN or infinite.
     """
     kind, depth, joined = pieces[0].kind, pieces[0].shape[1], sum(p.shape[0] for p in pieces)
-    if kind not in _KINDS or any(p.kind != kind or p.shape[0] % ROWS_PER_PACK for p in pieces[:-1]):
+    if kind not in _KINDS or any(p.kind != kind for p in pieces):  # two types may have one format
+        return None
+    if any(p.shape[0] % ROWS_PER_PACK for p in pieces[:-1]):
         return None
     blocks, small = -(-joined // ROWS_PER_PACK), name not in KQUANTS
     if small:

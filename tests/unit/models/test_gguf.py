@@ -265,6 +265,22 @@ def test_random_blocks_mean_what_the_gguf_package_says(kind, at, text_, tmp_path
     assert not any("--format fp32" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.parametrize("kinds_", [("Q6_K", "Q3_K"), ("Q3_K", "Q6_K"), ("IQ4_NL", "IQ4_XS")])
+def test_joined_matrices_of_two_types(kinds_, tmp_path):
+    """Two types may have one format here; they are joined all the same, each read as what it is."""
+    tensors, at = random_tensors(parse_config(RAW)), {"Q6_K": 208, "Q3_K": 108}
+    names = [f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up")]
+    blobs = {gguf_name(n): (random_blocks(*tensors[n].shape, k, at.get(k, 0)), k) for n, k in zip(names, kinds_)}
+    path = write_gguf(tmp_path / "model.gguf", RAW, tensors, blobs=blobs)
+    with GGUFCheckpoint(path) as source:
+        source.check(read_config(path))
+        wanted = torch.cat([get(kind.format).decode(kind) for kind in map(source.stored, names)])
+    for backend in backends():
+        read = load(path, backend).weights.layers[0].gate_up
+        parts = read if isinstance(read, tuple) else (read,)
+        assert torch.cat([get(w.format).decode(ops.resolve(backend).unpack(w)) for w in parts]).equal(wanted)
+
+
 def test_nvfp4_blocks_have_a_scale_beside_them(tmp_path):
     name, tensors = "model.layers.0.mlp.down_proj.weight", random_tensors(parse_config(RAW))
     more = {name.replace("weight", "scale"): torch.tensor([0.25]), name.replace("weight", "input_scale"): torch.ones(1)}
@@ -284,18 +300,16 @@ def test_large_matrices(kind, tmp_path):
     raw = RAW | {"vocab_size": 4999, "head_dim": 96, "num_attention_heads": 48, "tie_word_embeddings": True}
     tensors = {n: t for n, t in random_tensors(parse_config(raw)).items() if n != "lm_head.weight"}
     path = write_gguf(tmp_path / "model.gguf", raw, tensors, kinds(kind))
-    chosen = ops.resolve("auto")
     with GGUFCheckpoint(path) as source:
-        config = read_config(path)
-        source.check(config)
-        model = load(path)
-        q = "model.layers.0.self_attn.q_proj.weight"
-        read = model.weights.layers[0].qkv
+        source.check(read_config(path))
+        q = source.rows("model.layers.0.self_attn.q_proj.weight", 0, 4608).float()
+        embedding = source.rows("model.embed_tokens.weight", 0, 4999).float()
+    for backend in backends():
+        unpack, weights = ops.resolve(backend).unpack, load(path, backend).weights
+        read = weights.layers[0].qkv
         parts = read if isinstance(read, tuple) else (read,)
-        decoded = torch.cat([get(w.format).decode(chosen.unpack(w)) for w in parts])
-        assert decoded[:4608].equal(source.rows(q, 0, 4608).float())
-        embedding = get(model.weights.embedding.format).decode(chosen.unpack(model.weights.embedding))
-        assert embedding.equal(source.rows("model.embed_tokens.weight", 0, 4999).float())
+        assert torch.cat([get(w.format).decode(unpack(w)) for w in parts])[:4608].equal(q)
+        assert get(weights.embedding.format).decode(unpack(weights.embedding)).equal(embedding)
 
 
 def test_k_quants_without_a_kernel_are_rounded_with_a_notice(tmp_path, caplog):
