@@ -18,9 +18,9 @@
 
 #include "attention.h"
 #include "bind.h"
+#include "blocks.h"
 #include "delta.h"
 #include "experts.h"
-#include "blocks.h"
 #include "grow.h"
 #include "isa.h"
 #include "limits.h"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
-from recorded import ROOT, Record, last_of_each, lines, origins, real_records, short
+from recorded import ROOT, Record, last_of_each, lines, loss_records, origins, real_records, short
 from studied import measured, ours
 
 from sameseed.report.plot import Panel, Series, draw
@@ -72,30 +72,19 @@ def speed() -> Picture:
     return Picture("Speed over plain decoding, same output", panels, about, f"Speed over plain decoding. {said}")
 
 
-LOSS_MODELS = {"SmolLM2-135M": "smollm2", "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b"}  # and how their names begin
-
-
 def losses() -> Picture:
     """What number formats cost on models of others."""
-    found = sorted(loss_records(), key=lambda r: float(r["comparison"]["perplexity_ratio"]["value"]))
-    panels = []
-    for title, name in LOSS_MODELS.items():
-        own = [r for r in found if r["config"]["model"].lower().startswith(name)]
+    found, panels = loss_records(), []
+    for title, records in found.items():
+        own = sorted(records, key=lambda r: float(r["comparison"]["perplexity_ratio"]["value"]))
         ratios = [r["comparison"]["perplexity_ratio"] for r in own]
         names = [f"{variant(r)} ({r['comparison']['weight_bytes'] / 1e6:.0f} MB)" for r in own]
         points, spread = [(n, r["value"]) for n, r in zip(names, ratios)], [tuple(r["interval"]) for r in ratios]
         series = [Series("perplexity ratio", points, spread=spread)]
         panel = Panel(title, "perplexity over the file's own", series, "across")
         panels.append(replace(panel, level=1, form=".3f"))
-    about = f"Bars end at the value, lines at its 95 % interval. {origins(found)}"
+    about = f"Bars end at the value, lines at its 95 % interval. {origins([r for own in found.values() for r in own])}"
     return Picture("What fewer bits cost", panels, about, "Perplexity of each variant over the file's own", 1)
-
-
-def loss_records() -> list[Record]:
-    """The newest comparison of each variant of a model of others in eval.jsonl, without the baselines."""
-    found = [r for r in lines("eval") if r["comparison"] and not r["config"]["model"].startswith("embedded")]
-    found = last_of_each(found, lambda r: r["config"]["label"])
-    return [r for r in found if r["comparison"]["baseline"] != r["config"]["label"]]
 
 
 def variant(record: Record) -> str:

@@ -227,22 +227,29 @@ def evaluations(found: list[Record]) -> str:
     return f"{markdown(['', *names.values()], rows, range(1, 6))}\n\n{about}"
 
 
+LOSS_MODELS = {"SmolLM2-135M": "smollm2", "Qwen2.5-Coder-1.5B": "qwen2.5-coder-1.5b"}  # and how their names begin
+
+
+def loss_records() -> dict[str, list[Record]]:
+    """By model of LOSS_MODELS: the newest comparison of each variant in eval.jsonl, without the baselines."""
+    found = last_of_each([r for r in lines("eval") if r["comparison"]], lambda r: r["config"]["label"])
+    found = [r for r in found if r["comparison"]["baseline"] != r["config"]["label"]]
+    own = {
+        title: [r for r in found if str(r["config"]["model"]).lower().startswith(name)]
+        for title, name in LOSS_MODELS.items()
+    }
+    return {title: records for title, records in own.items() if records}
+
+
 def losses(_: list[Record]) -> str:
     """What number formats cost on models of others, beside the picture."""
-    found = [r for r in lines("eval") if r["comparison"] and not r["config"]["model"].startswith("embedded")]
-    found = last_of_each(found, lambda r: r["config"]["label"])
-    found = [r for r in found if r["comparison"]["baseline"] != r["config"]["label"]]
+    found = loss_records()
     if not found:
         return hint("losses")
-    ways = {
-        (r["config"]["model"].lower().startswith("smollm2"), r["perplexity"]["window"], r["perplexity"]["stride"])
-        for r in found
-    }
-    how = ", ".join(
-        f"{'SmolLM2' if small else 'Coder'}: window {w}, stride {s}" for small, w, s in sorted(ways, reverse=True)
-    )
-    about = f"{found[-1]['perplexity']['tokens']:,} tokens of WikiText-2's test set ({how}); 95 % intervals"
-    return f"{about}, paired by blocks of one stride. {origins(found)}"
+    texts = {title: records[-1]["perplexity"] for title, records in found.items()}
+    each = [f"{n}: {p['tokens']:,} tokens, window {p['window']}, stride {p['stride']}" for n, p in texts.items()]
+    about = f"WikiText-2's test set. {'; '.join(each)}. 95 % intervals, paired by blocks of one stride"
+    return f"{about}. {origins([r for records in found.values() for r in records])}"
 
 
 def gguf(found: list[Record]) -> str:

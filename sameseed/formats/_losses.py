@@ -30,5 +30,6 @@ def likely(quant: QuantScheme) -> str:
         return of.weights, of.activations, of.symmetric, of.group
 
     near = min(alike, key=lambda other: [a != b for a, b in zip(kind(other), kind(quant), strict=True)])
-    found = ", ".join(f"{loss:.2f} with {size}M parameters" for loss, size in zip(known[near], MODELS.values()))
-    return f"perplexity about so many times the original's: {found} (estimated from {near.name})"
+    losses = zip(known[near], MODELS.values(), strict=False)  # the larger model may not have been measured
+    found = " or ".join(f"{loss:.2f} times the original's at {size}M parameters" for loss, size in losses)
+    return f"perplexity about {found} (estimated from {near.name})"

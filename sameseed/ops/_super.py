@@ -1,4 +1,7 @@
-"""Packing of weights in super-blocks (q2_k, q4_k, q5_k, q6_k) for the native kernels; csrc/pack.h has the layouts."""
+"""Packing of weights in super-blocks (q2_k, q4_k, q5_k, q6_k), and of all ggml's blocks as they are read from a file.
+
+csrc/pack.h has the layouts of the native kernels.
+"""
 
 from __future__ import annotations
 

@@ -265,7 +265,10 @@ def as_draft(
         jobs = [(tuple(p.encode(llm.tokenizer)), replace(params, seed=i)) for i, p in enumerate(prompts)]
         run_batch(llm.engine, jobs, run)
     except (VocabularyError, RequestError, ConfigError) as error:
-        return None, str(error)
+        why = str(error)
+        for model in (baseline.model, variant.model):  # their paths may be private
+            why = why.replace(model, record.model_name(model))
+        return None, why
     return _acceptance(run, asked.settings.seed), None
 
 

@@ -150,3 +150,6 @@ def test_a_draft_of_another_vocabulary_is_said(pair_folders, tmp_path, prompts):
     asked = Comparing(num_draft_tokens=3, max_tokens=4)
     rate, why = compare.as_draft(Variant(str(pair_folders[0])), Variant(str(tmp_path)), read_prompts(prompts), asked)
     assert rate is None and "the target's token" in str(why)
+    same = str(pair_folders[0])
+    rate, why = compare.as_draft(Variant(same, "w8a8"), Variant(same, "bf16"), read_prompts(prompts), asked)
+    assert rate is None and "itself" in str(why) and same not in str(why)  # a record has no paths
