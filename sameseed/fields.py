@@ -38,8 +38,12 @@ def parse(kind: type[T], data: object, where: str = "") -> T:
 
 
 def within(default: Any, low: float, high: float = math.inf, above: bool = False, help: str = "") -> Any:
-    """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`): see `check_ranges`."""
-    return dataclasses.field(default=default, metadata={"within": (low, high, above), "help": help})
+    """A field of a dataclass whose number must lie in low..high (`above`: and not be `low`): see `check_ranges`.
+
+    `help`: the help text of its flag; without one, that is the comment at the field.
+    """
+    said = {"help": help} if help else {}
+    return dataclasses.field(default=default, metadata={"within": (low, high, above), **said})
 
 
 def setting(default: Any, help: str) -> Any:

@@ -271,7 +271,7 @@ class TuneArgs:
     num_prompts: int = 32  # at most N of them, spread over the file
     max_tokens: int = 96  # longest answer
     temperature: float = 0.0  # as your users sample
-    seed: int = 1
+    seed: int = 1  # of sampled answers
     # as --draft; unset: drafters without a model, and the target's own
     drafts: Annotated[tuple[str, ...], option("TEXT")] = ()
     formats: tuple[str, ...] = ("auto",)  # number formats of the target's weights

@@ -36,9 +36,8 @@ class ServerFlags:
     ssl_keyfile: Annotated[Path | None, arg(metavar="FILE")] = None  # its key; unset: in the same file
     # web origins that may call from a browser; '*': any
     cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss", "openai_gptoss", "gemma4"] | None = (
-        None  # reasoning's marks
-    )
+    # how a thinking model marks its reasoning; unset: as its chat template says
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss", "openai_gptoss", "gemma4"] | None = None
     # most draft tokens per round that a request may ask for
     max_draft_tokens: Annotated[int, arg(metavar="N")] = within(MAX_DRAFT_TOKENS, 0, MAX_DRAFT_TOKENS)
     max_queue: int = within(256, 0)  # sequences that may wait; further requests are refused with 429
