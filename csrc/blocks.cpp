@@ -8,7 +8,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <vector>
 
 #include "pack.h"
@@ -23,6 +26,8 @@ struct Kind {
     int bits;               // of a code
     bool least;             // a block has a least value, besides its scale
 };
+
+constexpr int short_file = -1, not_finite = -2, no_memory = -3;  // else the number of a system's error
 
 constexpr Kind kinds[] = {{32, 18, 0, 4, false},   {32, 20, 0, 4, true},    {32, 22, 0, 5, false},
                           {32, 24, 0, 5, true},    {32, 34, 0, 8, false},   {32, 18, 0, 4, false},
@@ -92,13 +97,15 @@ void decode_k6(const uint8_t* in, Decoded& out) {
     std::memcpy(&out.scale, in + 208, 2);
 }
 
-void read_all(int file, uint8_t* out, int64_t size, int64_t at) {
+// The error of the system, or 0; `short_file` where the file ends too early.
+int read_all(int file, uint8_t* out, int64_t size, int64_t at) {
     while (size > 0) {
         const ssize_t count = pread(file, out, static_cast<size_t>(size), static_cast<off_t>(at));
         if (count < 0 && errno == EINTR) continue;
-        if (count <= 0) throw std::runtime_error("ends after the file does");
+        if (count <= 0) return count < 0 ? errno : short_file;
         out += count, at += count, size -= count;
     }
+    return 0;
 }
 
 }  // namespace
@@ -111,18 +118,17 @@ void read_block_rows(const BlockRows& a) {
     if (a.outputs < 1 || count < 1 || a.depth % of.values) throw std::invalid_argument("blocks do not divide the rows");
     const int64_t blocks = round_up(a.outputs, block_outputs) / block_outputs,
                   packed = a.depth * block_outputs * (of.bits == 8 ? 2 : 1) / 2;
-    std::atomic<int> damage{0};  // 1: the file is too short, 2: a scale is not finite
-    by_rows(blocks, a.depth * block_outputs, [&](int64_t first, int64_t last) {
+    std::atomic<int> damage{0};  // what was wrong, as above
+    const auto work = [&](int64_t first, int64_t last) {
         std::vector<uint8_t> raw(static_cast<size_t>(row_bytes * block_outputs)),
             plain(static_cast<size_t>(a.depth * block_outputs));
         for (int64_t block = first; block < last && !damage; block++) {
             const int64_t start = block * block_outputs, rows = std::min(block_outputs, a.outputs - start);
-            try {
-                if (!a.order) read_all(a.file, raw.data(), rows * row_bytes, a.begin + start * row_bytes);
-                for (int64_t o = 0; a.order && o < rows; o++)
-                    read_all(a.file, raw.data() + o * row_bytes, row_bytes, a.begin + a.order[start + o] * row_bytes);
-            } catch (const std::runtime_error&) {  // an exception may not leave a thread of the pool
-                damage = 1;
+            int wrong = a.order ? 0 : read_all(a.file, raw.data(), rows * row_bytes, a.begin + start * row_bytes);
+            for (int64_t o = 0; a.order && o < rows && !wrong; o++)
+                wrong = read_all(a.file, raw.data() + o * row_bytes, row_bytes, a.begin + a.order[start + o] * row_bytes);
+            if (wrong) {
+                damage = wrong;
                 return;
             }
             const int64_t scales_at = block * count * block_outputs;
@@ -145,7 +151,7 @@ void read_block_rows(const BlockRows& a) {
                         decode_k6(in, found);
                     else
                         decode_k45(kind == BlockKind::q5_k, in, found);
-                    if ((found.scale & 0x7c00) == 0x7c00 || (found.least & 0x7c00) == 0x7c00) damage = 2;
+                    if ((found.scale & 0x7c00) == 0x7c00 || (found.least & 0x7c00) == 0x7c00) damage = not_finite;
                     a.scales[scales_at + i * block_outputs + o] = found.scale;
                     if (a.least) a.least[scales_at + i * block_outputs + o] = found.least;
                     for (int64_t j = 0, each = of.part ? of.values / of.part : 0; j < each; j++) {
@@ -157,9 +163,19 @@ void read_block_rows(const BlockRows& a) {
             pack_block({plain.data(), a.codes + block * packed, nullptr, rows, a.depth, 1, a.depth, of.bits != 8}, 0);
             if (a.high) pack_high(plain.data(), a.high + block * a.depth / (32 / (of.bits - 4)) * 128, rows, a.depth, of.bits);
         }
+    };
+    by_rows(blocks, a.depth * block_outputs, [&](int64_t first, int64_t last) {
+        try {  // an exception may not leave a thread of the pool
+            work(first, last);
+        } catch (const std::bad_alloc&) {
+            damage = no_memory;
+        }
     });
-    if (damage == 1) throw std::runtime_error("ends after the file does");
-    if (damage == 2) throw std::runtime_error("holds NaN or infinity");
+    if (damage == no_memory) throw std::bad_alloc();
+    const std::string again = "; the file is damaged, download it again";
+    if (damage == short_file) throw std::runtime_error("ends after the file does" + again);
+    if (damage == not_finite) throw std::runtime_error("holds NaN or infinity" + again);
+    if (damage) throw std::runtime_error("cannot be read: " + std::generic_category().message(damage));
 }
 
 }  // namespace sameseed

@@ -21,8 +21,8 @@ struct BlockRows {
     uint16_t *scales, *least;  // fp16
 };
 
-// Raises invalid_argument for an unknown kind, runtime_error where the file ends too early, or holds a scale that is
-// infinite or NaN.
+// Raises invalid_argument for an unknown kind, bad_alloc, or runtime_error (its text goes on after the tensor's name)
+// where the file cannot be read, ends too early, or holds a scale that is infinite or NaN.
 void read_block_rows(const BlockRows& rows);
 
 }  // namespace sameseed

@@ -345,6 +345,7 @@ std::pair<std::string, std::vector<double>> py_peak_rates(const std::string& kin
 NB_MODULE(_native, m) {
     using namespace sameseed;
     m.doc() = "Native CPU kernels (csrc/). Memory is an address, strides count elements, formats are numbers of enum Format.";
+    nb::set_leak_warnings(false);  // commands end without a last search for garbage, so that some objects are left
     const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
     bind_structs(m);
     bind_plan(m);

@@ -96,9 +96,11 @@ def _joined(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
         last = made[-1] if made else message
         results, content = last.get("tool_responses", ()), message.get("content", "")
         if message["role"] == "tool" and last.get("tool_calls"):
-            names = {call.get("id"): call["function"]["name"] for call in last["tool_calls"]}
+            calls = last["tool_calls"]
+            names = {call["id"]: call["function"]["name"] for call in calls if call.get("id") is not None}
+            in_turn = calls[min(len(results), len(calls) - 1)]["function"]["name"]  # where calls have no ids
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-            result = {"name": names.get(message.get("tool_call_id"), next(iter(names.values()))), "response": text}
+            result = {"name": names.get(message.get("tool_call_id"), in_turn), "response": text}
             before = [{"role": "assistant", "content": last["content"]}] if last.get("content") else []
             made[-1:] = [*before, {**last, "content": "", "tool_responses": [*results, result]}]
         elif message["role"] == "assistant" and results and not message.get("tool_calls"):

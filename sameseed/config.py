@@ -181,12 +181,13 @@ class EngineConfig:
             raise ConfigError(f"template_date must be a date such as 2026-11-29, got {self.template_date!r}") from None
 
 
-def parse_options(text: str, what: str = "options") -> dict[str, object]:
+def parse_options(text: str, what: str = "options", example: str = '{"max_ngram": 4}') -> dict[str, object]:
     """A JSON object on the command line, e.g. a drafter's options. Raises ConfigError."""
+    value, why = None, ""
     try:
         value = json.loads(text)
-    except ValueError:
-        value = None
+    except ValueError as error:
+        why = f" ({error})"
     if not isinstance(value, dict):
-        raise ConfigError(f"{what} must be a JSON object, such as '{{\"max_ngram\": 4}}', got {text!r}")
+        raise ConfigError(f"{what} must be a JSON object, such as '{example}', got {text!r}{why}")
     return value

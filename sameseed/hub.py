@@ -87,7 +87,8 @@ def _install(package: str, folder: str, seconds: float) -> None:
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--no-compile"]
     command += ["--timeout", "15", "--retries", "1", "--disable-pip-version-check", "--target", folder, package]
     try:
-        subprocess.run(command, stdout=2, stderr=subprocess.PIPE, timeout=seconds, check=True)
+        environment = {**os.environ, "PIP_USER": "0"}  # pip would refuse the user's own setting beside --target
+        subprocess.run(command, stdout=2, stderr=subprocess.PIPE, timeout=seconds, check=True, env=environment)
         return
     except subprocess.TimeoutExpired:
         why = f"it took longer than {seconds:g} s"
@@ -104,7 +105,8 @@ def labelled(repository: str, label: str = "") -> Path:
     Raises ModelLoadError for none or several, and what the hub's library raises.
     """
     every = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
-    files = [f for f in every if not PART.search(f[:-5]) and not Path(f).name.startswith("mtp-")] or every
+    models = [f for f in every if not Path(f).name.startswith("mtp-")]
+    files = [f for f in models if not PART.search(f[:-5])] or models
     part = re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
     match = [f for f in files if part.search(f[:-5])] if label else files
     if len(match) == 1 and not PART.search(match[0][:-5]):

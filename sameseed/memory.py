@@ -21,10 +21,11 @@ def available_memory(root: Path = Path("/")) -> int:
     2, memory.limit_in_bytes of version 1, of every group around it), and of RLIMIT_AS and RLIMIT_DATA. Memory brought
     in ahead counts as free. `root`: of /proc and /sys.
     """
-    rooms = [*_group_rooms(root), *_rlimit_rooms()]
+    done, reserved = sum(a.done for a in _begun), sum(a.size for a in _begun)
+    rooms = [room + done for room in _group_rooms(root)] + [room + reserved for room in _rlimit_rooms()]
     with suppress(OSError, KeyError, ValueError):
-        rooms.append(_sizes(root / "proc/meminfo")["MemAvailable:"] * 1024)
-    return max(0, min(rooms, default=4 << 30)) + sum(a.done for a in _begun)
+        rooms.append(_sizes(root / "proc/meminfo")["MemAvailable:"] * 1024 + done)
+    return max(0, min(rooms, default=4 << 30))
 
 
 # By version of control groups: where they are mounted, their limits and use, and how memory.stat names files' pages.

@@ -34,6 +34,8 @@ def run(parsed: Parsed[BenchArgs]) -> int:
     """Measure, write; exit code 1 if an output differed from plain decoding's."""
     args, engine = parsed.args, parsed.engine
     check_outputs(plot=args.plot)
+    for temperature in args.temperatures:
+        replace(parsed.params, temperature=temperature)  # checks it before anything is measured
     out = record.destination(args.out, "bench")
     prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
     grid = _possible(args, engine)

@@ -27,6 +27,8 @@ from sameseed.report import record
 # Flags that are fields of LoadSettings by the same name.
 SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
 
+DRAFTS = '{"num_draft_tokens": 4}'  # an example of --speculation
+
 
 def run(parsed: Parsed[BenchServeArgs]) -> int:
     """Measure, write; exit code 1 if a request failed, or arms generated different outputs."""
@@ -81,6 +83,8 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
         levels = [LoadLevel(rate=r, burstiness=args.burstiness) for r in numbers("rates", ",".join(args.rates), float)]
     else:
         levels = [LoadLevel(concurrency=c) for c in numbers("concurrency", ",".join(args.concurrency))]
+    if not shapes or not levels:
+        raise ConfigError(f"--{'lengths' if not shapes else 'concurrency'} is empty; give at least one value")
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     sampling |= {"ignore_eos": True} if args.ignore_eos else {}
     same = {name: getattr(args, name) for name in SETTINGS}
@@ -93,10 +97,10 @@ def _arms(args: BenchServeArgs) -> list[Endpoint]:
     """The endpoints to compare; the first is the baseline. Raises ConfigError."""
     if args.compare_speculation and args.baseline_url is not None:
         raise ConfigError("--compare-speculation and --baseline-url are two ways to compare; give one of them")
-    extra = parse_options(args.extra_body, "--extra-body") if args.extra_body else {}
+    extra = parse_options(args.extra_body, "--extra-body", '{"top_k": 20}') if args.extra_body else {}
     asked: dict[str, Any] = {}
     if (text := args.speculation) is not None:
-        asked["speculation"] = parse_options(text, "--speculation") if text.lstrip().startswith("{") else text
+        asked["speculation"] = parse_options(text, "--speculation", DRAFTS) if text.lstrip().startswith("{") else text
     server = Endpoint("server", base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
         return [replace(server, label="off", fields={**extra, "speculation": "off"}), replace(server, label="on")]

@@ -165,7 +165,9 @@ def _gathered(argv: Seq[str], command: type) -> Seq[str]:
             others = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
             lists.add_argument(*{_flag(name), f"--{name}", *others}, dest=name, nargs="*", action="extend")
     values, rest = lists.parse_known_args(argv)
-    return [*rest, *(word for name, given in vars(values).items() for word in (_flag(name), *given))]
+    end = rest.index("--") if "--" in rest else len(rest)  # only positional words follow it
+    rest[end:end] = [word for name, given in vars(values).items() for word in (_flag(name), *given)]
+    return rest
 
 
 def _flag(name: str) -> str:

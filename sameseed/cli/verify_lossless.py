@@ -21,8 +21,8 @@ from sameseed.measure.workload import DEFAULT_PROMPTS
 
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
 COLOURS = {  # of a check, or of a whole certificate
-    **dict.fromkeys(("passed", "these checks passed"), "green"),
-    **dict.fromkeys(("warning", "not shown"), "yellow"),
+    "passed": "green",
+    **dict.fromkeys(("warning", "not shown", "these checks passed"), "yellow"),
     "failed": "bold red",
 }
 VERDICTS = {

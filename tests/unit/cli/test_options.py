@@ -9,7 +9,7 @@ import pytest
 from tyro.conf import UseAppendAction, arg
 
 from sameseed import cli, hub
-from sameseed.cli import options
+from sameseed.cli import flags, options
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import RegistryError
 from sameseed.request import SamplingParams
@@ -129,3 +129,21 @@ def test_a_list_may_be_given_in_parts():
     assert read("--names=a --switch --names=b") == Lists(("a", "b"), switch=True)
     assert read("--sizes 1 -2 --switch --names a --sizes 3 --names b") == Lists(("a", "b"), (1, -2, 3), switch=True)
     assert read("--repeated a --names x --repeated b") == Lists(("x",), repeated=("a", "b"))
+    asked = options.parse(flags.TuneArgs, ["--drafts", "ngram", "suffix", "--", "M"], "test").args
+    assert (asked.model, asked.drafts) == ("M", ("ngram", "suffix"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("bench serve --concurrency ,", ["concurrency is empty"]),
+        ("bench serve --lengths ,", ["lengths is empty"]),
+        ('bench serve --extra-body {"a":1,}', ["top_k", "line 1"]),
+        ('generate a --draft-options {"a":1,}', ["max_ngram", "line 1"]),
+        ("bench --drafts none --temperatures 0 -1", ["temperature"]),
+    ],
+)
+def test_values_that_cannot_be_are_told_before_anything_runs(argv, words, capsys):
+    assert cli.main(argv.split()) == cli.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert all(word in said for word in words) and "failed" not in said

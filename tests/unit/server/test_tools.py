@@ -348,6 +348,10 @@ async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
     assert codec.tokenizer.decode(ids) == (
         "<user>weather?<assistant>Hm.<assistant>get[get: rain][get: rain]Rain.<user>weather?"
     )
+    without_ids = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
+    answers = [{"role": "tool", "content": text} for text in ("1", "2")]
+    ids = codec.tokenizer.chat([user, {"role": "assistant", "content": "", "tool_calls": without_ids}, *answers])
+    assert codec.tokenizer.decode(ids) == "<user>weather?<assistant>one[one: 1][two: 2]"
 
 
 def test_tools_that_cannot_be(pair):
