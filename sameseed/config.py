@@ -15,7 +15,8 @@ from sameseed.errors import ConfigError
 from sameseed.fields import setting, within
 
 MAX_DRAFT_TOKENS = 64
-GOODPUT_DRAFT_TOKENS = 12  # the maximum for goodput, unless another is given
+GOODPUT_DRAFT_TOKENS = 12  # the maximum for policies that end drafts themselves, unless another is given
+ENDING = ("disco", "goodput")  # these policies
 # The drafters that a draft means without naming them, by how it is written or by the kind of its folder.
 WRITTEN = {"MODEL": "draft_model", "HEAD": "eagle", "BLOCK": "block", "PARALLEL": "parallel"}
 WRITTEN |= {"ASSISTANT": "assistant", "MTP": "mtp", "A > MODEL": "cascade", "A + B": "first"}

@@ -76,6 +76,11 @@ def check_ranges(options: object, name: Callable[[str], str] = str) -> None:
         raise ConfigError(f"{name(f.name)} must {bounds}{most}, got {value!r}")
 
 
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 def check_keys(
     given: Iterable[str], known: Iterable[str], where: str = "", error: type[SameseedError] = ConfigError
 ) -> None:

@@ -93,7 +93,7 @@ class BenchArgs:
     confidences: Annotated[tuple[float, ...], axis("--confidence", "")] = ()  # end drafts below this; unset: never
     ks: Annotated[
         tuple[int, ...] | None,
-        arg(aliases=["--k"], metavar="INT [INT ...]", help_behavior_hint="(unset: 3 5 7 with --policy fixed, else 12)"),
+        arg(aliases=["--k"], metavar="INT [INT ...]", help_behavior_hint="(unset: 3 5 7; with goodput and disco 12)"),
     ] = within(None, 0, MAX_DRAFT_TOKENS, help="draft lengths, or most draft tokens")
     temperatures: tuple[float, ...] = (0.0, 0.8)  # 0 is greedy
     batch_sizes: tuple[int, ...] = within((1,), 1)  # prompts that run together

@@ -26,7 +26,7 @@ from tyro.conf import arg
 from sameseed import hub, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError, nearest
-from sameseed.fields import check_ranges, hints
+from sameseed.fields import check_ranges, flag, hints
 from sameseed.models.config import EMBEDDED, own_draft
 from sameseed.request import SamplingParams
 
@@ -147,10 +147,10 @@ def parse(
     read: Any = tyro.cli(
         whole, args=_gathered(argv, command), prog=prog, description=text, config=(tyro.conf.OmitArgPrefixes,)
     )
-    check_ranges(read.command, _flag)
+    check_ranges(read.command, flag)
     for f in fields(command):  # type: ignore[arg-type]  # a dataclass
         if f.default and getattr(read.command, f.name) == ():
-            raise ConfigError(f"{_flag(f.name)} is empty; give at least one value")
+            raise ConfigError(f"{flag(f.name)} is empty; give at least one value")
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
@@ -163,15 +163,11 @@ def _gathered(argv: Seq[str], command: type) -> Seq[str]:
         kind, *marks = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
         if tyro.conf.UseAppendAction not in marks and any(get_origin(k) is tuple for k in (kind, *get_args(kind))):
             others = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-            lists.add_argument(*{_flag(name), f"--{name}", *others}, dest=name, nargs="*", action="extend")
+            lists.add_argument(*{flag(name), f"--{name}", *others}, dest=name, nargs="*", action="extend")
     values, rest = lists.parse_known_args(argv)
     end = rest.index("--") if "--" in rest else len(rest)  # only positional words follow it
-    rest[end:end] = [word for name, given in vars(values).items() for word in (_flag(name), *given)]
+    rest[end:end] = [word for name, given in vars(values).items() for word in (flag(name), *given)]
     return rest
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _wrapped(text: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from sameseed import fields
-from sameseed.config import GOODPUT_DRAFT_TOKENS, CacheConfig, EngineConfig, SpecConfig, parse_draft
+from sameseed.config import ENDING, GOODPUT_DRAFT_TOKENS, CacheConfig, EngineConfig, SpecConfig, parse_draft
 from sameseed.errors import ConfigError
 from sameseed.spec.drafter import Drafter
 
@@ -71,7 +71,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     given: dict[str, Any] = {names[k]: v for k, v in settings.items() if k in names and v is not None}
     if given.get("policy") == "auto" or ("policy" not in given and not isinstance(draft, SpecConfig)):
         given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
-    if given.get("policy") in ("disco", "goodput"):
+    if given.get("policy") in ENDING:
         given.setdefault("num_draft_tokens", GOODPUT_DRAFT_TOKENS)
     options = given.pop("options", {})
     below = _levels_below(spec, options.get("below"))

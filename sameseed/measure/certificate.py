@@ -13,7 +13,7 @@ from sameseed import devices, ops
 from sameseed.config import EngineConfig, draft_text
 from sameseed.engine.build import load_parts
 from sameseed.errors import ConfigError, RequestError
-from sameseed.fields import check_ranges, within
+from sameseed.fields import check_ranges, flag, within
 from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, Check, Effort, Result, run_check
 from sameseed.laws.checks import CHECKS, UNSEEN
@@ -43,7 +43,7 @@ class Asked:
     effort: Effort = field(default_factory=lambda: Effort.parse("quick"))
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self, lambda name: flag(name) + {"max_tokens": ", to leave room for drafts,"}.get(name, ""))
 
 
 @dataclass

@@ -65,7 +65,8 @@ class Limits:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Limits:
         """The inverse of as_dict. Raises KeyError or TypeError for other data."""
-        rates = {name: tuple(values) for name, values in data["repetitions"].items()}
+        given = data["repetitions"]
+        rates = {name: tuple(given[name]) for name in ("read", "fp32", *given)}
         return cls(data["threads"], rates, data["instructions"], data["source"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
+from sameseed.config import ENDING, GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
 from sameseed.lines import Line, read_lines
@@ -142,7 +142,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int] | None) -> list[Arm]:
     for spec in (resolve(spec).spec for spec in specs):
         if spec.method == "none":
             continue
-        for k in ks or ((3, 5, 7) if spec.policy == "fixed" else (GOODPUT_DRAFT_TOKENS,)):
+        for k in ks or ((GOODPUT_DRAFT_TOKENS,) if spec.policy in ENDING else (3, 5, 7)):
             label = f"{draft_text(spec)} k={k}" + (f" p>={spec.confidence:g}" if spec.confidence is not None else "")
             label = f"{label} {spec.format}" if spec.format != "auto" else label
             label = f"{label} {spec.policy}" if spec.policy != "fixed" else label

@@ -70,7 +70,7 @@ def shown(panels: Iterable[Panel]) -> list[Panel]:
         others = [s for s in panel.series if s.points and (s.published or s.limit)]
         published = sum(s.published for s in others)
         count = 1 if panel.stacked else ceil((len(ours) + published) / MOST)
-        first = len(ours) if count < 2 else min(ceil(len(ours) / count), MOST - published)
+        first = len(ours) if count < 2 else max(1, min(ceil(len(ours) / count), MOST - published))
         step = ceil((len(ours) - first) / max(1, count - 1)) or 1
         parts = [ours[:first], *(ours[i : i + step] for i in range(first, len(ours), step))]
         for number, part in enumerate(parts if ours else (), 1):

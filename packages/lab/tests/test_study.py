@@ -24,6 +24,7 @@ from sameseed.report.plot import MOST, Panel, plot_paths
 from sameseed_lab.studies import _depth, _page, _runner, _setup, assisted, concurrency, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._load import LoadCell
+from sameseed_lab.studies._quality import QualityCell
 from sameseed_lab.studies._setup import SIZES, StudySetup
 from sameseed_lab.studies._study import Report, Study, Tell
 
@@ -180,13 +181,19 @@ def test_settings_decide_what_is_there(tmp_path: Path) -> None:
         for more in ({}, {"repeat": 2}, {"max_tokens": 9}, {"num_prompts": 3}, {"threads": 1})
     }
     assert len(keys) in (4, 5)  # a machine with one core cannot use another number of threads
+    file = tmp_path / "one.txt"
+    file.write_text("the only prompt")
+    read = [StudySetup("small", tmp_path, file, num_prompts=n) for n in (2, 3)]
+    assert len({setup.digest(cell) for setup in read}) == 1, "the same prompts"
+    assert len({setup.digest(QualityCell("x", "bf16", "perplexity")) for setup in read}) == 2, "but more of the text"
 
 
 def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, says in (
         (["asisted"], "did you mean 'assisted'"),
         (["assisted", "--size", "huge"], "--size is small, real or true"),
-        (["assisted", "--repeat", "0"], "repeat must be at least 1"),
+        (["assisted", "--repeat", "0"], "--repeat must be at least 1"),
+        (["assisted", "--problems", "0"], "--problems must be at least 1"),
         (["assisted", "--only", "nothing"], "there are: embedded-draft lengths greedy"),
         (["assisted", "--prompts", str(tmp_path / "wikitext.txt")], "--prompts wikitext fetches the set"),
         (["assisted", "--draft", "ngram"], "name it with --model"),

@@ -26,7 +26,13 @@ def table(head: str, num_words: int, rows: Iterable[Iterable[object]]) -> str:
 def write_card(folder: Path, recipe: Mapping[str, Any], sources: Iterable[SourceSettings], *parts: str) -> None:
     """README.md with these parts, the sources and their licences, the settings and the note of the recipe."""
     rows = [
-        (s.domain, ", ".join(f"`{n}`" for n in s.names) or s.kind, f"{s.epochs:g}", f"{s.max_mb:g}", s.licence)
+        (
+            s.domain,
+            ", ".join(f"`{n}`" for n in s.names) or s.kind,
+            f"{s.epochs:g}",
+            "all" if s.max_mb > 1e6 else f"{s.max_mb:g}",
+            s.licence,
+        )
         for s in sources
     ]
     data = f"## Data\n\n{table('domain | source | times in a pass | most MB | licence', 2, rows)}" if rows else ""

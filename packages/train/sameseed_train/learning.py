@@ -232,19 +232,19 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
     """What a run began with, to be kept in its checkpoint: that of the checkpoint if there is one.
 
     `layers`: of the target, that are read; `seeds` of the texts, which may be more than in the first run. Raises
-    ConfigError where the checkpoint is of other settings or prompts, or of more texts.
+    ConfigError where the checkpoint is of other settings or prompts, of more texts, or of an earlier version.
     """
     settings = {name: value for name, value in flat(asdict(recipe)).items() if name not in EDITABLE}
     settings["layers"] = list(layers)
     now: dict[str, Any] = {"settings": settings, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
     if not checkpoint.exists():
         return now
-    begun: dict[str, Any] = read_tensors(checkpoint, ())[1].get("begun") or {"settings": {}, "num_texts": 0}
+    begun: dict[str, Any] | None = read_tensors(checkpoint, ())[1].get("begun")
+    if not begun:
+        raise ConfigError(f"{checkpoint} is of an earlier version of sameseed; train anew with another --out")
     then, first = begun["settings"], begun["num_texts"]
     changed = [f"{n} {then[n]} (now {value})" for n, value in now["settings"].items() if n in then and then[n] != value]
-    if not first:
-        wrong = "in another way"
-    elif changed:
+    if changed:
         wrong = f"with other settings: {', '.join(changed)}; restore them (may change: {', '.join(sorted(EDITABLE))})"
     elif len(seeds) < first:
         wrong = f"on {first} texts; --num-texts may grow on a resume, not fall to {len(seeds)}: leave it"

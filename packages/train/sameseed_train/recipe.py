@@ -31,6 +31,8 @@ MADE = ("stdlib", *ENDLESS)  # kinds that read no file of the data folder
 KINDS = ("chat", "dialog", "text", *MADE)
 RECIPES = Path(__file__).parent / "recipes"
 PRECISIONS = ("float32", "bfloat16")
+# Keys of a `train draft` recipe that a pair's [draft] cannot have: the pair has its own, or drafts one token a pass.
+NOT_OF_PAIR = ("name", "seed", "target", "begin", "mixture", "source", "threads", "note", "parallel")
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class OwnRecipe:
         if self.batch < 1:
             raise ConfigError(f"batch must be at least 1, got {self.batch}")
         if self.train.compile:
-            raise ConfigError("train.compile is for a pair: here the rows of every step are of another length")
+            raise ConfigError("compile is for [target.train]; a draft's rows have many lengths")
 
 
 @dataclass(frozen=True)
@@ -340,13 +342,14 @@ def load_recipe(path: Path) -> Recipe:
     """Read and check a pair's recipe. Raises ConfigError naming the key and the remedy."""
     recipe, where = read_table(Recipe, path), path.name
     shape, train, draft = recipe.target.shape, recipe.target.train, recipe.draft
+    others = [f"draft.{key}" for key in NOT_OF_PAIR if getattr(draft, key) != getattr(DraftRecipe(), key)]
     for wrong, words in (
         (not recipe.source, "no [[source]]; name at least one"),
         (shape.vocab_size != recipe.tokenizer.vocab_size, "target.shape.vocab_size must equal tokenizer.vocab_size"),
         (shape.num_heads % shape.num_kv_heads, "target.shape.num_heads must be a multiple of num_kv_heads"),
         (shape.head_dim % 2, "target.shape.head_dim must be even"),
         (train.row_tokens > shape.max_positions, "target.train.row_tokens exceeds shape.max_positions"),
-        (draft.parallel, "draft.parallel is for `sameseed train draft`; leave it out"),
+        (others, f"{', '.join(others)}: only for `sameseed train draft`; leave it out"),
         (
             not all(0 <= j < shape.num_layers for j in draft.begin_layers),
             f"draft.begin_layers names layers of the target, 0 to {shape.num_layers - 1}",

@@ -37,7 +37,9 @@ def test_the_projects_own_recipes_are_valid(name: str) -> None:
         ("warmup = 3", "warmup = 3\ndecay = 1.5", "decay must lie in 0..1"),
         ("[draft]", "[draft]\nbegin_layers = [2]", "layers of the target, 0 to 1"),
         ("[draft]", "[draft]\nbegin_layers = [1]", "leave out .draft.size"),
-        ("[draft]", "[draft]\nparallel = 4", "train draft"),
+        ("[draft]", "[draft]\nparallel = 4", "draft.parallel: only for `sameseed train draft`"),
+        ("[draft]", "[draft]\nbegin = 'a'\nmixture = 'b'\ntarget = 'c'", "draft.target, draft.begin, draft.mixture"),
+        ("[draft.train]", "[draft.train]\ncompile = true", r"compile is for \[target.train\]; a draft's rows"),
         ("num_heads = 2\nnum_kv_heads = 1", "num_heads = 3\nnum_kv_heads = 2", "num_kv_heads"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
 def test_a_checkpoint_that_does_not_say_what_it_began_with_is_refused(folder: Path, begun: Path) -> None:
     tensors, progress = read_tensors(begun / "head.checkpoint.safetensors")
     save_tensors(tensors, begun / "head.checkpoint.safetensors", {**progress, "begun": None})
-    with pytest.raises(ConfigError, match="train anew"):
+    with pytest.raises(ConfigError, match="of an earlier version of sameseed; train anew"):
         train_head(folder, begun)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sameseed.cli import main
 from sameseed_train import pipeline
-from sameseed_train.checkpoint import read_tensors
+from sameseed_train.checkpoint import read_tensors, save_tensors
 from sameseed_train.pipeline import run
 from sameseed_train.trainer import Log, TrainJob, train as real_train
 
@@ -42,6 +42,7 @@ def test_toy_recipe_end_to_end(
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
     card = (out / "target" / "README.md").read_text(encoding="utf-8")
     assert [row["step"] for row in lines if row["stage"] == "unlikelihood"] == list(range(4))
+    assert "| prose | `prose` | 1 | all | made up |" in card and "| 0.002 |" in card
     assert "made up" in card and "target.train.steps = 12" in card and "unlikelihood.ngram = 2" in card
 
 
@@ -87,6 +88,10 @@ def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path,
     )
     run(recipe_path, data=data, out=out, resume=True, quiet=True)
     assert steps() == {"target": [*range(14)], "unlikelihood": [*range(4)] * 2, "draft": [*range(8)] * 2}
+    tensors, progress = read_tensors(out / "draft.checkpoint.safetensors")
+    save_tensors(tensors, out / "draft.checkpoint.safetensors", {**progress, "begun": None})  # of an earlier version
+    run(recipe_path, data=data, out=out, resume=True, quiet=True)
+    assert steps() == {"target": [*range(14)], "unlikelihood": [*range(4)] * 2, "draft": [*range(8)] * 3}
 
 
 def test_a_draft_begins_as_layers_of_its_target(recipe_path: Path, data: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from sameseed.errors import ConfigError
-from sameseed.fields import check_ranges, within
+from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.load import outcome, prompts, wire
 from sameseed.measure.load.outcome import Bounds, RequestOutcome
 from sameseed.measure.load.prompts import PromptSource, Shape
@@ -40,7 +40,8 @@ class LoadLevel:
     burstiness: float = within(1.0, 0, above=True)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        said = {"rate": "--rates", "burstiness": "--burstiness (1 is a Poisson process)"}
+        check_ranges(self, lambda name: said.get(name, flag(name)))
         if (self.concurrency is None) == (self.rate is None):
             raise ConfigError("a level is a number of clients or a rate; give one of them")
 
@@ -128,7 +129,7 @@ class LoadSettings:
     fit: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self, flag)
 
     def count(self, level: LoadLevel) -> int:
         """Number of requests in one repetition at a level."""

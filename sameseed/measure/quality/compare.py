@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -117,11 +118,13 @@ def report(
 
     def quality_of(v: Variant) -> Quality:
         llm = LLM(v.model, **{**asked.engine, **v.settings})
-        found = suite.evaluate(
-            llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{v.label}: {s}", d, t)
-        )
-        del llm
-        gc.collect()
+        try:
+            found = suite.evaluate(
+                llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{v.label}: {s}", d, t)
+            )
+        finally:
+            del llm
+            gc.collect()
         keep(v, found)
         return found
 
@@ -134,14 +137,22 @@ def report(
     for v in parsed:
         prompts = fitting(resolve_model(v.model), asked.engine, prompts, lambda text: tell(f"left out: {text}"))
     qualities = each(parsed, quality_of, failed)
-    groups, speeds = _groups(list(qualities), asked), dict[Variant, Measured]()
     tick = counter(partial(progress, "speed, interleaved"), 2 * asked.repeat * len(prompts) * len(qualities))
-    for group in groups:
-        benches = each(group, partial(_load, spec=spec, prompts=prompts, asked=asked), failed)
-        runs = interleave(list(benches.values()), asked.repeat, lambda label: tick()) if benches else {}
-        speeds |= {v: _figures(b, runs, asked.settings.seed) for v, (b, _) in benches.items()}
-        del benches
-        gc.collect()
+
+    def speeds_of(group: Seq[Variant]) -> dict[Variant, Measured]:
+        gc.collect()  # what was loaded before
+        benches = {v: _load(v, spec, prompts, asked) for v in group}
+        runs = interleave(list(benches.values()), asked.repeat, lambda label: tick())
+        return {v: _figures(b, runs, asked.settings.seed) for v, (b, _) in benches.items()}
+
+    speeds = dict[Variant, Measured]()
+    if _fit_together(qualities, asked):
+        with suppress(SameseedError, MemoryError):
+            speeds = speeds_of(list(qualities))
+    together = bool(speeds)
+    if not together:  # each by itself, also to find out which of them cannot run
+        speeds = each(qualities, lambda v: speeds_of([v])[v], failed)
+    gc.collect()
     run_id, name = record.now(), draft_text(spec) if spec.model is None else Path(spec.model).name
     shared = {
         "draft": f"{name}, {spec.num_draft_tokens} tokens",
@@ -159,7 +170,7 @@ def report(
             notes.append("it is the draft itself, so n-grams draft for it")
         comparison = {
             "baseline": base.label,
-            "interleaved": len(groups) == 1,
+            "interleaved": together or len(qualities) == 1,
             "disk_bytes": v.disk_bytes(),
             **figures,
             "as_draft": drafted,
@@ -198,15 +209,15 @@ def drafts_for_itself(variant: Variant, spec: SpecConfig) -> bool:
     return not is_smaller(folder, QuantScheme.parse(spec.format), QuantScheme.parse(variant.format))
 
 
-def _groups(variants: list[Variant], asked: Comparing) -> list[list[Variant]]:
-    """One group of all variants if they fit in half of the free memory, else one group per variant."""
+def _fit_together(variants: Iterable[Variant], asked: Comparing) -> bool:
+    """Whether all variants fit in half of the free memory."""
     engine = {k: v for k, v in asked.engine.items() if k not in ("block_size", "num_blocks")}
     whole = 0
     for v in variants:
         folder, config = resolve_model(v.model), make_config(None, **engine, **v.settings)
         # Twice: a second copy exists while the drafter is loaded.
         whole += 2 * demand(folder, target_scheme(v.format, folder), config).weights
-    return [variants] if whole <= available_memory() // 2 else [[v] for v in variants]
+    return whole <= available_memory() // 2
 
 
 def _load(v: Variant, spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing) -> tuple[Bench, Workload]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, nearest
-from sameseed.fields import check_ranges, within
+from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.quality import data
 from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
 from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, estimate, perplexity
@@ -157,7 +157,7 @@ class PerplexityText:
     tokens: int | None = within(None, 2)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self, flag)
 
     def read(self, folder: Path | None) -> tuple[str, str]:
         """The text and its name. Raises ConfigError."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
-from sameseed.fields import check_ranges, within
+from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.quality import data, sandbox
 from sameseed.measure.quality.data import HUMANEVAL, Row
@@ -43,7 +43,7 @@ class TaskSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self, flag)
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
         """Sampling parameters for a task with its own length limit `max_tokens` and stop strings `stop`."""

@@ -23,9 +23,11 @@ from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling
 from sameseed.spec.draft import Draft
+from sameseed.spec.verify import verify
 from sameseed.tokenizer import Tokenizer
 
 LEAST = Effort(1e-9, 0.2)
+HARMLESS = mutants.Mutant("nothing is wrong", verify, "row = 0", "row = 0")
 PROMPTS = [(3, 1, 4, 1, 5), (9, 2, 6, 5), (3, 1, 4, 1), (8, 7, 8, 7, 8, 7)]
 
 
@@ -101,6 +103,24 @@ def test_no_flaw_no_alarm(baseline, name, settings):
     """Every check that mutants use passes without a warning if nothing is wrong."""
     result = baseline.result(name, settings)
     assert result.status == PASSED, (result.found.findings, result.found.notes)
+
+
+def test_a_mutant_that_no_longer_fits_the_code_says_so():
+    with pytest.raises(mutants.MutantError, match=r"occurs 0 times in verify, not once"):
+        replace(HARMLESS, old="not there").code()
+
+
+def test_a_mutant_that_only_breaks_down_is_not_rejected(baseline):
+    trial = mutants.try_mutant(replace(HARMLESS, new="raise IndexError", checks=("L3",)), baseline)
+    assert trial.caught_by is None and "could not be finished: IndexError" in trial.said
+
+
+def test_a_check_that_warns_anyway_rejects_no_mutant(tokenizer):
+    check = Check("A1", "", "", "", {}, lambda subject, effort: Found({}, {}, status=WARNING))
+    warned = {("A1", "[]"): run_check(check, mutants.toy_subject(tokenizer), LEAST)}
+    wrong = next(m for m in mutants.MUTANTS if m.checks == ("A1",))
+    trial = mutants.try_mutant(wrong, mutants.Baseline(tokenizer, results=warned))
+    assert trial.caught_by is None and "does not pass without the mutant" in trial.said
 
 
 def test_every_check_has_a_least_count_of_evidence(pair):
@@ -279,7 +299,8 @@ def test_first_guesses_are_counted_as_they_are_checked(pair):
         (["--draft", "nowhere"], "no drafter"), (["--draft", "none"], "nothing to certify"),
         (["--k", "0"], "nothing to certify"), (["--num-prompts", "0"], "--num-prompts"),
         (["--prompts", "{tmp}/missing.jsonl"], "cannot read"), (["--prompts", "{tmp}/empty.txt"], "holds no prompts"),
-        (["--max-tokens", "2"], "max_tokens must be at least 8"), (["--batch", "0"], "batch must be at least 1"),
+        (["--max-tokens", "2"], "--max-tokens, to leave room for drafts, must be at least 8"),
+        (["--batch", "0"], "--batch must be at least 1"),
         (["--html", "{tmp}/file.txt/page.html"], "--html"), (["--device", "gpu"], "use cpu, cuda, or cuda:N"),
         (["--device", "cpu", "--backend", "triton"], "backend 'triton'"), (["--only", "L3", "L4"], "no check 'L4'"),
     ],

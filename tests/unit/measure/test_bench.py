@@ -4,14 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from sameseed import devices
 from sameseed.config import SpecConfig
+from sameseed.engine.memory import Demand, plan_blocks
+from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure import bench_report as report
-from sameseed.measure.bench import Bench, Run
+from sameseed.measure.bench import Bench, Run, fitted
 from sameseed.measure.bench_report import config_as_dict, make_record, make_records
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import Arm, Workload, arms, read_prompts, spec_as_dict
+from sameseed.models.loader import read_config, resolve_model
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.scheme import QuantScheme
+
+POLICIES = ("fixed", "history", "goodput", "disco")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,35 @@ def test_every_arm_ran_everything_and_wrote_the_same(measured):
             assert 0 < run.times.target < run.seconds
     assert plain.metrics.num_draft_tokens == 0
     assert runs[bench.arms[2]][0].metrics.num_accepted_tokens > 0
+
+
+def test_arms_of_one_drafter_share_it(measured):
+    bench = measured[0]
+    fixed, confident = (bench.install(bench.arms[i]).drafter for i in (2, 3))
+    assert fixed is confident
+    assert bench.install(bench.arms[3]).policy.uses_confidence
+    assert not bench.install(bench.arms[2]).policy.uses_confidence
+
+
+def test_engines_of_one_bench_leave_each_other_room_on_a_gpu(monkeypatch):
+    """On a GPU of 8 GiB, one engine takes all of it for its KV cache if it does not know how long the texts are."""
+    left, block = [8 << 30], 50 << 20
+    longest = read_config(resolve_model("embedded")).max_model_len
+    monkeypatch.setattr(devices, "memory_room", lambda name, share: (left[0], left[0], 8 << 30))
+
+    def load(model, draft, target=None, **given):
+        config = make_config(draft, **given)
+        left[0] -= block * plan_blocks(config, config.max_model_len or longest, [Demand(QuantScheme(), 0, block)])
+        return SimpleNamespace(engine=SimpleNamespace(drafter=draft, runner=SimpleNamespace(model=None)))
+
+    settings, ways = {"device": "cuda", "max_num_seqs": 1}, arms([SpecConfig("ngram")], [3])
+    given = fitted("embedded", settings, [Prompt("a", "b", "one prompt")], 32)
+    with pytest.raises(ConfigError, match="the most that fits"):
+        Bench("embedded", ways, settings, load)
+    left[0] = 8 << 30
+    Bench("embedded", ways, given, load)
+    for own in ({**settings, "max_model_len": 4096}, {**settings, "num_blocks": 90}, {"max_num_seqs": 1}):
+        assert fitted("embedded", own, [Prompt("a", "b", "one prompt")], 32) == own, "the user's, and the CPU's"
 
 
 def test_records_are_complete_and_their_medians_right(measured, pair_folders, tmp_path):
@@ -180,6 +217,8 @@ def test_arms_begin_with_plain_decoding():
     assert [a.plain for a in made] == [True, False, False]
     with pytest.raises(ConfigError, match=r"0\.\.64"):
         arms([SpecConfig("ngram")], [65])
+    lengths = {p: [a.spec.num_draft_tokens for a in arms([SpecConfig("ngram", policy=p)], None)[1:]] for p in POLICIES}
+    assert lengths == {"fixed": [3, 5, 7], "history": [3, 5, 7], "goodput": [12], "disco": [12]}
 
 
 def test_heads_are_named_as_what_they_are():

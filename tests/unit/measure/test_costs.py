@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_models import backends
+from fixtures_models import backends, tiny_model
 
-from sameseed import devices, registry
+from sameseed import devices, registry, scheme
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure import limits, passes, profiler, shapes
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import Limits, measure_limits
-from sameseed.measure.passes import Pass, TimedModel, least_work
+from sameseed.measure.passes import Pass, TimedModel, cache_bytes, least_work
 from sameseed.measure.profiler import profile
 from sameseed.measure.shapes import NAMES, SHAPES, get_shape, shape_as_dict
 from sameseed.report import record, schemas
@@ -186,6 +186,16 @@ def test_passes_run_as_verification_does(monkeypatch):
     assert prompt.num_bytes == subject.weight_bytes and hybrid.num_bytes == 32 * 10 + 8 * 24 * 32 * 128 * 128
 
 
+@pytest.mark.parametrize("name", [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None])
+def test_a_cache_of_noise_in_every_format(name):
+    job = Pass("chain", 20, 3)
+    subject = TimedModel(tiny_model("reference"), name, [job])
+    layer = subject.runner.cache.layers[0]
+    assert subject.runner.cache.nbytes == cache_bytes(subject.config, name, [job])
+    rows = scheme.kv_format(name).decode_kv(layer.k, layer.k_scale).flatten(0, 1)
+    assert 0.7 < rows[:20].std() < 1.3, "noise, not what was never written"
+
+
 RATES = {"read": (1.0, 3.0), "fp32": (5.0,), "int8": (7.0,)}
 
 
@@ -198,6 +208,11 @@ def test_a_limit_is_the_best_of_its_repetitions():
     assert (better.read, better.peak("fp32"), better.peak("int8")) == (4.0, 5.0, 7.0)
     assert better.rates["read"] == (1.0, 3.0, 4.0)
     assert Limits.from_dict(better.as_dict()) == better
+    for lost in ("read", "fp32"):
+        told = better.as_dict()
+        del told["repetitions"][lost]
+        with pytest.raises(KeyError, match=lost):
+            Limits.from_dict(told)
 
 
 def test_every_source_measures(monkeypatch):

@@ -7,7 +7,7 @@ from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import Limits
 from sameseed.measure.profile_report import plot
-from sameseed.report.plot import plot_paths
+from sameseed.report.plot import Panel, Series, plot_paths, shown
 
 
 def made(contexts, rows):
@@ -30,6 +30,17 @@ def test_both_files_are_written(case, tmp_path):
     before = svg.read_bytes()
     plot(made(*case), tmp_path / "curves")
     assert svg.read_bytes() == before, "the same numbers draw the same file"
+
+
+@pytest.mark.parametrize("published", [1, 6, 7])
+def test_a_full_panel_is_parted(published):
+    """However many published series there are, the first part has one of ours, and the later ones have no published."""
+    ours = [Series(f"ours {i}", [(1, 1.0)]) for i in range(4)]
+    theirs = [Series(f"theirs {i}", [(1, 1.0)], published=True) for i in range(published)]
+    parts = shown([Panel("t", "x", [*ours, *theirs])])
+    drawn = [[s.label for s in part.series if not s.published] for part in parts]
+    assert [label for part in drawn for label in part] == [s.label for s in ours] and all(drawn)
+    assert [sum(s.published for s in part.series) for part in parts] == [published] + [0] * (len(parts) - 1)
 
 
 def test_clear_errors(monkeypatch):

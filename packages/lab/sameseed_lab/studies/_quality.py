@@ -24,7 +24,6 @@ from sameseed_lab.studies._study import Records, Row, Tell, rows_of
 
 HUMANEVAL = "humaneval"
 SAMPLED = 0.7
-PER_PROMPT, MOST = 1024, 32768  # tokens of the text for perplexity: for each of --num-prompts, and in all
 FETCH = "HumanEval.jsonl.gz of https://github.com/openai/human-eval"
 
 
@@ -60,7 +59,7 @@ class QualityCell:
         asked = TaskSettings(
             setup.data, setup.problems or setup.num_prompts, False, temperature, 0.95 if temperature else 1.0
         )
-        text, meter = PerplexityText(tokens=min(MOST, PER_PROMPT * setup.num_prompts)), Meter()
+        text, meter = PerplexityText(tokens=setup.text_tokens), Meter()
         report = partial(setup.progress, self.name)
         if self.task == PERPLEXITY:
             read = perplexity(llm, setup.text(), text.window, text.stride, text.tokens, report)

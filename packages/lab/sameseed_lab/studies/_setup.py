@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed import ops
 from sameseed.errors import ConfigError
-from sameseed.fields import check_ranges, within
+from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, prompts_name, read_prompts
 from sameseed.memory import available_memory
@@ -20,6 +20,7 @@ from sameseed.report.record import model_name
 from sameseed_lab.twin import find_shape, make_twin
 
 GIB = 2**30
+PER_PROMPT, MOST = 1024, 32768  # tokens of the text for perplexity: for each of --num-prompts, and in all
 Progress = Callable[[str, int, int], None]
 SIZES = ("small", "real", "true")
 TARGET, HEAD = "embedded-target", "embedded-head"
@@ -57,14 +58,14 @@ class StudySetup:
     repeat: int = within(3, 1)
     threads: int | None = within(None, 1)
     data: Path | None = None
-    problems: int | None = None
+    problems: int | None = within(None, 1)
     models: Mapping[str, str] = field(default_factory=lambda: REAL)
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise ConfigError(f"--size is {', '.join(SIZES[:-1])} or {SIZES[-1]}, got {self.size!r}")
-        check_ranges(self)
+        check_ranges(self, flag)
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -80,6 +81,11 @@ class StudySetup:
     def text(self) -> str:
         """The joined texts of all prompts without later turns, also those beyond `num_prompts`. Raises ConfigError."""
         return "\n\n".join(p.said for p in read_prompts(self.prompts or DEFAULT_PROMPTS) if not p.then)
+
+    @property
+    def text_tokens(self) -> int:
+        """The tokens of `text` whose perplexity is measured, at most."""
+        return min(MOST, PER_PROMPT * self.num_prompts)
 
     @property
     def prompts_name(self) -> str:
@@ -128,5 +134,7 @@ class StudySetup:
         texts = [(p.id, *p.facts) for p in self.read()]
         facts = [type(cell).__name__, asdict(cell), self.size, self.max_tokens, self.repeat, self.cores, texts]
         facts += [dict(self.models)] if self.size == "real" else []
-        facts += [self.problems] if self.problems and getattr(cell, "task", "") == "humaneval" else []
+        task = getattr(cell, "task", "")
+        facts += [self.problems] if self.problems and task == "humaneval" else []
+        facts += [self.text_tokens] if task == "perplexity" else []
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

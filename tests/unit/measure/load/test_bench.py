@@ -263,7 +263,7 @@ async def test_a_run_ends_with_its_time():
     assert records[-1]["same_texts"] == [64, 64]
     _, records = await measure(Fake(), replace(SETTINGS, max_seconds=1e9), arms())
     assert not any("--max-seconds" in remark for remark in records[0]["remarks"])
-    with pytest.raises(ConfigError, match="max_seconds must be above 0"):
+    with pytest.raises(ConfigError, match="--max-seconds must be above 0"):
         replace(SETTINGS, max_seconds=0.0)
 
 
@@ -334,10 +334,25 @@ async def test_opened_waits_for_nobody():
     assert [due - dues[0] for due in dues] == pytest.approx([0.0, 0.01, 0.02]), "not when they were sent"
 
 
-@pytest.mark.parametrize("given", [{"concurrency": 0}, {"rate": 0.0}, {"rate": 1.0, "burstiness": 0.0}, {}])
-def test_levels_are_checked(given):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"concurrency": 0}, "--concurrency must"), ({"rate": 0.0}, "--rates must"), ({}, "give one"),
+        ({"rate": 1.0, "burstiness": 0.0}, r"--burstiness \(1 is a Poisson process\) must be above 0"),
+    ],
+)  # fmt: skip
+def test_levels_are_checked(given, says):
+    with pytest.raises(ConfigError, match=says):
         LoadLevel(**given)
+
+
+async def test_a_request_may_not_take_for_ever():
+    async def never(request):
+        await asyncio.Event().wait()
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(never)) as client:
+        made = await asyncio.wait_for(wire.exchange(client, Endpoint("server", "http://fake"), {}, 0.01, 0), 60)
+    assert made.error == "timeout" and "0.01 s" in made.detail
 
 
 def line(**event):

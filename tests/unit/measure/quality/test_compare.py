@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from lawkit import write_model
 
+from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure.quality import compare, show
 from sameseed.measure.quality.compare import Comparing
@@ -59,6 +60,40 @@ def test_every_figure_is_there(found, pair_folders):
     for its, value in zip((small, cached), values[1:]):
         assert its["perplexity_ratio"]["value"] == pytest.approx(value / values[0])
         assert "humaneval" in its["differences"]
+
+
+def test_one_that_fails_while_it_is_timed_is_named_and_the_others_are_measured_alone(pair_folders, asked, monkeypatch):
+    right, target, loaded = compare.interleave, str(pair_folders[0]), []
+
+    def failing(benches, *more):
+        loaded.append(len(benches))
+        if any(bench.llm.config.format == "nf4" for bench, _ in benches):
+            raise MemoryError("no room")
+        return right(benches, *more)
+
+    monkeypatch.setattr(compare, "interleave", failing)
+    asked = replace(asked, tasks=("perplexity",), repeat=1)
+    found = compare.report([target, f"{target}@nf4", f"{target}@auto@int8"], asked)
+    assert found.failed == {"target nf4": "no room"} and loaded == [3, 1, 1, 1]
+    assert [r["config"]["kv_format"] for r in found.records] == ["fp32", "int8"]
+    assert not any(r["comparison"]["interleaved"] for r in found.records)
+
+
+def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders, asked):
+    model, other = map(str, pair_folders)
+    for target, draft, itself in (("auto", "auto", True), ("w8a8", "auto", True), ("auto", "w8a8", False)):
+        spec = SpecConfig("draft_model", model, draft)
+        assert compare.drafts_for_itself(Variant(model, target), spec) is itself
+        assert not compare.drafts_for_itself(Variant(other, target), spec)
+    assert not compare.drafts_for_itself(Variant(model), SpecConfig("ngram"))
+    found = compare.report([model, other], replace(asked, tasks=("perplexity",), repeat=1))
+    assert [bool(r["comparison"]["notes"]) for r in found.records] == [False, True]
+
+
+def test_settings_out_of_range_name_their_flag():
+    for make, says in ((lambda: PerplexityText(tokens=1), "--tokens"), (lambda: TaskSettings(limit=0), "--limit")):
+        with pytest.raises(ConfigError, match=f"^{says} must be at least"):
+            make()
 
 
 def acceptance(rate):
