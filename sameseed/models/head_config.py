@@ -219,8 +219,9 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
             f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
         )
     inner = raw if algorithm is None else raw.get("transformer_layer_config")
-    own = (raw.get("dflash_config") if block else raw.get("eagle_config")) or {}
-    for key, value in (("transformer_layer_config", inner), ("dflash_config", own)):
+    own_key = "dflash_config" if block else "eagle_config"
+    own = raw.get(own_key) or {}
+    for key, value in (("transformer_layer_config", inner), (own_key, own)):
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"{where}: {key} must be an object, got {str(value)[:80]}")
     assert isinstance(inner, Mapping)

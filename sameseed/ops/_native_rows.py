@@ -230,6 +230,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, on: Executor = NOW) -> Tensor | None:
     """A mixture of experts of rows [T, C], plus residual; returns [T, C]. None if no kernel takes the weights."""
     groups = (w.gate_up, w.down)
+    if w.act != "silu" or w.factors is not None:  # Gemma's, whose router reads other rows as well
+        return None
     if not serves(w.router) or rows.kind not in _INPUTS or rows.row_ids is not None:
         return None
     for group in groups:  # experts are computed together, by one kernel

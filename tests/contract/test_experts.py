@@ -1,11 +1,13 @@
 """Mixtures of experts on every backend: values of a float64 formula, rows that do not depend on others, ties."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fixtures_models import backends
 from fixtures_ops import Part, exact_attention, make_pass, randn, threads
+from torch.nn.functional import gelu, silu
 
 from sameseed import ops, scheme
 from sameseed.ops import ExpertWeights, normed_rows, parted, plain_rows
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.bits
 
 E, K, C, F = 8, 3, 256, 256  # K-quants have blocks of 256
 FORMATS = ["fp32", "bf16", "w4a8-g32", "w8a8", "q4_k-a8", "q6_k-a8", "q5_0-a8", "mxfp4", "mxfp4-a8", "nf4", "fp8-a8"]
+GATES = {"silu": silu, "gelu": partial(gelu, approximate="tanh")}
 every_backend = pytest.mark.parametrize("backend", backends())
 
 
@@ -49,11 +52,12 @@ def formula(w, x, table):
             first, second = ((none if b is None else b)[e] for b in (w.gate_up_bias, w.down_bias))
             gate, up = (dense(w.gate_up[e]) @ row + (0 if first is None else first)).split(F)
             if w.limit is None:
-                inner = torch.nn.functional.silu(gate) * up
+                inner = GATES[w.act](gate) * up
             else:
                 gate = gate.clamp(max=w.limit)
                 inner = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-w.limit, w.limit) + 1)
-            out[t] += weight * (dense(w.down[e]) @ inner + (0 if second is None else second))
+            factor = 1 if w.factors is None else w.factors[e]
+            out[t] += factor * weight * (dense(w.down[e]) @ inner + (0 if second is None else second))
     return out
 
 
@@ -74,6 +78,14 @@ def test_values_and_bits_of_rows(backend, name):
         assert some.equal(got[part])
     with threads(2):
         assert table.experts(rows, w, residual).equal(got)
+
+
+@every_backend
+@pytest.mark.parametrize("change", [{"act": "gelu"}, {"factors": 1 + torch.arange(E) / E}])
+def test_other_gates_and_factors_of_weights(backend, change):
+    table, x, w = ops.resolve(backend), randn(5, C, seed=3), replace(mixture(backend, "fp32"), **change)
+    wanted = formula(w, x, table)
+    assert (table.experts(plain_rows(x), w) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 @every_backend

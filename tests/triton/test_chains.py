@@ -175,7 +175,7 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(model, chains,
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_texts_and_counts_are_those_of_passes(method, tmp_path, chains, monkeypatch):
+def test_texts_and_counts_are_those_of_passes(method, tmp_path, chains, copies, monkeypatch):
     """Greedy and sampled, prompts of several lengths, texts that end within a chain, and a preempted one."""
     for folder, noise in (("target", 0.0), ("draft", 0.1)):
         write_model(tmp_path / folder, noise=noise, **SMALL)
@@ -189,6 +189,17 @@ def test_texts_and_counts_are_those_of_passes(method, tmp_path, chains, monkeypa
     wanted = texts(run(op_by_op, TEXTS, params))  # of plain decoding: test_graphs.py
     chains.clear()
     made, engine = fake_graphs(monkeypatch), make_engine(pair, method, 4, **how)
+    reads, read, step = [], devices.read, engine.step
+
+    def counted():
+        copies.clear(), reads.clear()
+        recorded, done = len(made), step()
+        assert len(reads) == 1, "the target checks the chain before the host reads either"
+        assert len(copies) <= 3 or len(made) > recorded, "the target's batch, and two of a chain"
+        return done
+
+    monkeypatch.setattr(devices, "read", lambda x: (reads.append(x), read(x))[1])
+    monkeypatch.setattr(engine, "step", counted)
     done = run(engine, TEXTS, params)
     assert texts(done) == wanted and made and len([n for n in chains if n]) > 2
     assert engine.metrics == op_by_op.metrics and any(c.metrics.num_preemptions for c in done)

@@ -20,7 +20,7 @@ from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import level_metrics
+from sameseed.spec.drafter import Span, level_metrics
 from sameseed.spec.sampling import HAS_NATIVE, choose, needs_adjusting
 from sameseed.spec.step import decode_step
 
@@ -267,14 +267,27 @@ def test_below_a_cascade(folders, easy):
         assert level.mean_acceptance_length > 1.4
 
 
+def test_a_prefix_that_nobody_showed(easy):
+    """The head's context begins where hidden states begin, again after a gap; the head still drafts."""
+    drafter, seq, hidden = engine_of(easy).drafter, Sequence(0, list(range(1, 40)), GREEDY, 0), torch.randn(40, 32)
+    assert drafter.propose([seq], [6]).count(0) == 0
+    for shown, start, drafted in (((20, 30), 20, 0), ((35, 38), 35, 6), ((0, 38), 0, 6)):  # the first ends too early
+        drafter.observe([seq], [Span(*shown)], hidden[slice(*shown)])
+        assert drafter.propose([seq], [6]).count(0) == drafted
+        context = drafter.followers[seq]
+        assert (context.start, context.num_cached) == (start, shown[1] - start if drafted else 0)
+
+
 def test_beyond_its_own_context(folders, easy, tmp_path):
     knowing_head(tmp_path, folders / "target", "eagle", max_position_embeddings=32)
     pair = with_head(easy, tmp_path)
     asked = replace(GREEDY, max_tokens=60)
     plain = texts(run(engine_of(pair, 0), PROMPTS, asked))
     accepted = {}
-    for beyond in ("slide", "stop"):
+    assert engine_of(pair, 6, window=8).drafter.runner.window == 8
+    for beyond, window in (("slide", 32), ("stop", None)):
         engine = engine_of(pair, 6, beyond=beyond)
+        assert engine.drafter.runner.window == window
         highest = []
         expand = engine.drafter.runner.expand
         engine.drafter.runner.grow = lambda *_: None  # level by level, to be watched

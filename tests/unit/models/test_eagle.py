@@ -290,6 +290,7 @@ def test_captured_layers_are_inputs():
         ({"draft_vocab_size": "many"}, "draft_vocab_size must be a whole number"),
         ({"eagle_aux_hidden_state_layer_ids": [1.5]}, "must list layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": [3]}, "eagle_config must be an object"),
         ({"speculators_model_type": "medusa"}, "kind 'medusa' is not supported"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
     ],

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,17 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
     assert sum("no plan replay" in r.message for r in caplog.records) == 1
     monkeypatch.undo()
     torch.testing.assert_close(got, model.forward(batch, make_cache(model))[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.long, lambda x: x.repeat_interleave(2)[::2]])
+@torch.inference_mode()
+def test_a_batch_in_other_types_runs_op_by_op(model, change, monkeypatch):
+    """A plan reads contiguous int32 at bare addresses, so it must not be given anything else."""
+    batch = make_batch(3, model.config.vocab_size)
+    wanted, _ = model.forward(batch, make_cache(model))
+    monkeypatch.setattr(_replay.Recorded, "run", lambda *_: pytest.fail("it was replayed"))
+    odd = replace(batch, positions=change(batch.positions))
+    assert model.forward(odd, make_cache(model))[0].equal(wanted)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -164,10 +164,10 @@ def compiler(tmp_path, monkeypatch):
 needs_compiler = pytest.mark.usefixtures("compiler")
 
 
-def product(name, num_rows, outputs=128):
+def product(name, num_rows, outputs=128, depth=512):
     """The launches of a product of normed rows."""
-    w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(outputs, 512)))
-    rows = normed_rows(torch.empty(num_rows, 512), torch.ones(512), 1e-5)
+    w = gpu.pack(QuantScheme.parse(name).encode(torch.ones(outputs, depth)))
+    rows = normed_rows(torch.empty(num_rows, depth), torch.ones(depth), 1e-5)
     launch, ready = dispatch.preparation(rows, dispatch.form_for(w), w.group)
     return [launch, *dispatch.multiplication(ready, w, None, None, torch.empty(num_rows, outputs))]
 
@@ -188,6 +188,15 @@ def test_the_smallest_shapes_compile():
     launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
     launches.append(kv.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
+
+
+def test_kernels_are_not_compiled_for_numbers_of_rows():
+    """Triton must not specialize on a launch's free arguments: one row, or a multiple of 16, would give other code."""
+    launches = product("w4a16", 3, outputs=8, depth=4096)
+    assert len(launches) == 3  # of the rows, of the product in parts, and of their sums
+    for launch in launches:
+        given = {p.name for p in launch.kernel.params if p.do_not_specialize}
+        assert given == launch.free == {"num_rows"} & set(launch.arguments)
 
 
 def module(name):
