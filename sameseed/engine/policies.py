@@ -78,12 +78,14 @@ class RequestPolicies:
         """As the engine's policy decides; False if a request of this round fixes its length, as chains end together."""
         return not self._has_forced and self.default.ends(paths)
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
         """Lengths of all sequences. Fixed lengths come first; then each policy decides its sequences together."""
         self._trimmed.clear()
         self._has_forced = False
         if self._unbounded and not any(seq.speculation for seq in seqs):
-            return self.default.lengths(seqs, num_rows, budget)
+            return self.default.lengths(seqs, num_rows, budget, beside)
         forced = [self._forced(seq) for seq in seqs]
         lengths = [k or 0 for k in forced]
         self._has_forced = any(k is not None for k in forced)
@@ -91,7 +93,8 @@ class RequestPolicies:
             taken = sum(lengths)
             rows = None if num_rows is None else num_rows + taken
             left = None if budget is None else max(0, budget - taken)
-            for b, k in zip(members, policy.lengths([seqs[b] for b in members], rows, left), strict=True):
+            asked = policy.lengths([seqs[b] for b in members], rows, left, beside)
+            for b, k in zip(members, asked, strict=True):
                 own = seqs[b].speculation
                 lengths[b] = k if own is None else own.of(k)
         return lengths

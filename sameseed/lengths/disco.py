@@ -41,7 +41,9 @@ class DiscoLength:
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         return None
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
         """The maximum if the drafter gives probabilities (drafts are cut later); else up to an unlikely position."""
         if self.acceptance.tells or not self.num_draft_tokens:
             return [self.num_draft_tokens] * len(seqs)

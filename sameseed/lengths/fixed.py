@@ -25,7 +25,9 @@ class FixedLength:
     def calibrate(self, measure: Callable[[], EngineCost]) -> None:
         return None
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
         return [self.num_draft_tokens] * len(seqs)
 
     def update(self, round_: Round) -> None:

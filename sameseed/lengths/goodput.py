@@ -124,34 +124,40 @@ class GoodputLength:
         self._ended = gain < step
         return self._ended
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
-        """The lengths with the most expected tokens per second; at most `budget` draft tokens in all."""
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
+        """The lengths with the most expected tokens per second; at most `budget` draft tokens in all.
+
+        Sequences `beside` these will soon share each pass: a token that a draft saves is worth its share of such a one.
+        """
         if self.num_draft_tokens == 0 or not seqs or self.cost is None:
             return [0] * len(seqs)
         size, last = self._resting
         # A new sequence would get the same decision as the last new one, if no sequence had a draft since then.
         same = size > FEW_SEQUENCES or seqs[-1].seq_id == last or self._begun_in_vain == self._drafted
-        alike = abs(len(seqs) - size) <= SIMILAR_BATCH * size and same
+        count = len(seqs) + beside
+        alike = abs(count - size) <= SIMILAR_BATCH * size and same
         self._idle = self._rest > 0 and (alike or self._fixed_rest > 0)
         if self._idle:
             self._rest, self._fixed_rest = self._rest - 1, self._fixed_rest - 1
             return [0] * len(seqs)
         self._rest = self._fixed_rest = 0
-        ids = tuple([seq.seq_id for seq in seqs])
+        ids = (beside, *[seq.seq_id for seq in seqs])
         if self._held is not None and self._held[0] == ids and self._held[1] > 0:
             lengths = self._held[2]
             if budget is None or sum(lengths) <= budget:
                 self._held = ids, self._held[1] - 1, lengths
                 return list(lengths)
         start = time.perf_counter()
-        lengths, hold = self._decided(seqs, num_rows or len(seqs), budget), self._hold
+        lengths, hold = self._decided(seqs, num_rows or len(seqs), budget, count), self._hold
         self._deciding = time.perf_counter() - start
         if self.budget.trying is not None:
             hold = 1
         elif not any(lengths):
-            self._begin_rest(ids)
+            self._begin_rest(ids[1:], count)
             return lengths
-        elif self._since_plain >= self._due(len(seqs)):
+        elif self._since_plain >= self._due(count):
             lengths, hold = [0] * len(seqs), MOST_COLD  # measure a plain round: its cost may have changed
         self._held = ids, hold - 1, lengths
         return list(lengths)
@@ -164,7 +170,7 @@ class GoodputLength:
         lost = MOST_COLD * (self._rate * self._plain / num_seqs - 1.0)  # rounds that measuring loses at most
         return max(FIRST_UNMEASURED, round(lost / SHARE))
 
-    def _begin_rest(self, ids: tuple[int, ...]) -> None:
+    def _begin_rest(self, ids: tuple[int, ...], count: int) -> None:
         """Begin a rest: plain rounds until a trial is affordable, or a new decision is due."""
         rest, poor = self.budget.rest(ids, LONGEST_REST), self.budget.poor
         if poor > 0.0 and any(i not in self.acceptance.own for i in ids):
@@ -177,7 +183,7 @@ class GoodputLength:
             most = rest if self._can_try else LONGEST_REST
             self._fixed_rest = round(min(self._deciding / (DECISION_SHARE * self._plain), most)) - 1
         self._rest = max(rest - 1, self._fixed_rest)
-        self._resting, self._idle = (len(ids), ids[-1]), self._rest > 0
+        self._resting, self._idle = (count, ids[-1]), self._rest > 0
         self._held, self._asked = None, set()
 
     def listens(self, seqs: Seq[Sequence]) -> bool:
@@ -191,7 +197,7 @@ class GoodputLength:
         self._missed.update({seq.seq_id: len(seq) for seq in seqs})
         return False
 
-    def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None) -> list[int]:
+    def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None, size: int) -> list[int]:
         """The best lengths by the estimates; a sequence for which drafting does not pay may get a trial."""
         known = self.acceptance.own
         one = self.acceptance.offers(-1, self.num_draft_tokens)  # of sequences without observations
@@ -199,11 +205,13 @@ class GoodputLength:
         known_from = {i: length + STATES_NEEDED for i, length in self._missed.items()}
         missed = {b for b, seq in enumerate(seqs) if len(seq) < known_from.get(seq.seq_id, 0)}
         offers = [[] if b in missed else o for b, o in enumerate(offers)]
-        lengths, prices = self._best(offers, seqs, rows, budget)
+        lengths, prices = self._best(offers, seqs, rows, budget, size)
         starts = [self._catch_up_seconds(seq) for seq in seqs]
         late = self._never_recovered(seqs, offers, lengths, starts, prices)
         if late:
-            lengths, prices = self._best([[] if b in late else o for b, o in enumerate(offers)], seqs, rows, budget)
+            lengths, prices = self._best(
+                [[] if b in late else o for b, o in enumerate(offers)], seqs, rows, budget, size
+            )
         self.budget.end_trial()
         for seq, k in zip(seqs, lengths, strict=True):
             if (k > 0) != (seq.seq_id in self._drafting) or seq.seq_id == self.budget.tried:
@@ -215,14 +223,14 @@ class GoodputLength:
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
-        possible = POSSIBLE_SAVING / len(seqs) * prices.plain  # seconds per round saved by drafts of one sequence
+        possible = POSSIBLE_SAVING / size * prices.plain  # seconds per round saved by drafts of one sequence
         idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= possible * self._tokens_left(seqs[b])]
         idle = [b for b in idle if b not in missed]
         self._can_try, self._none_to_try = bool(idle), not idle and len(missed) < len(seqs)
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
             lost = prices.seconds(trial, trial) / prices.plain - 1.0
-            brought = sum(gain for gain, _, _ in self.acceptance.offers(-1, trial)) / len(seqs)
+            brought = sum(gain for gain, _, _ in self.acceptance.offers(-1, trial)) / size
             start = min(starts[b] for b in idle) / prices.plain
             tried = self.budget.next([seqs[b] for b in idle], TRIAL_ROUNDS * max(lost - brought, 0.0) + start)
             if tried is not None:
@@ -261,25 +269,26 @@ class GoodputLength:
         """Indices of sequences whose drafting pays, but for too few rounds to make up for the drafter's catch-up."""
         drafting = [b for b, k in enumerate(lengths) if k]
         gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
-        tokens = len(seqs) + sum(gains.values())
-        saved = tokens * (prices.plain / len(seqs) - 1.0 / self._rate) if drafting else 0.0  # seconds per round
+        tokens = self._count + sum(gains.values())
+        saved = tokens * (prices.plain / self._count - 1.0 / self._rate) if drafting else 0.0  # seconds per round
         rounds = {b: self._tokens_left(seqs[b]) / (1.0 + gains[b]) for b in drafting}
         return {b for b in drafting if starts[b] > saved / len(drafting) * rounds[b]}
 
     def _best(
-        self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None
+        self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None, size: int
     ) -> tuple[list[int], Prices]:
         """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `PAYS`."""
         assert self.cost is not None
         contexts = [len(seq) for seq in seqs]
-        prices = self.cost.prices(contexts, rows, len(seqs), sum(contexts) / len(seqs))
+        mean = sum(contexts) / len(seqs)
+        prices = self.cost.prices(contexts + [round(mean)] * (size - len(seqs)), rows, len(seqs), mean)
         if len(seqs) == 1:
-            best, promised = alone(offers[0][:budget], 1, prices)
+            best, promised = alone(offers[0][:budget], size, prices)
         else:
-            best, promised = shared(offers, budget, len(seqs), prices)
+            best, promised = shared(offers, budget, size, prices)
         self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / prices.plain)), LONGEST_HOLD)
-        self._rate, self._plain, self._count = promised, prices.plain, len(seqs)
-        self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), sum(contexts) / len(seqs))
+        self._rate, self._plain, self._count = promised, prices.plain, size
+        self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), mean)
         return best, prices
 
     @property

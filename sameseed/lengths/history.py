@@ -27,7 +27,9 @@ class HistoryLength(ConfidenceLength):
     def uses_confidence(self) -> bool:
         return self.threshold > 0
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
         return [self._next.get(seq.seq_id, min(self.START, self.num_draft_tokens)) for seq in seqs]
 
     def update(self, round_: Round) -> None:

@@ -66,10 +66,13 @@ class LengthPolicy(Trims, Protocol):
     def calibrate(self, measure: Callable[[], Any]) -> None:
         """Called before the first round. A policy that uses costs gets them from `measure()`, an `EngineCost`."""
 
-    def lengths(self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None) -> list[int]:
+    def lengths(
+        self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
+    ) -> list[int]:
         """The most tokens to draft for each sequence in the next round; 0 for no draft.
 
         `num_rows`: rows of known tokens in the pass, over all its sequences; `budget`: draft tokens that fit into it.
+        `beside`: other sequences in the engine, whose prompts are being read.
         """
 
     def update(self, round_: Round) -> None:

@@ -203,7 +203,7 @@ class Clipping(GoodputLength):
 
     num_rounds = 0
 
-    def lengths(self, seqs, num_rows=None, budget=None):
+    def lengths(self, seqs, num_rows=None, budget=None, beside=0):
         return [6] * len(seqs)
 
     def trim(self, draft, seqs, num_rows, members=None):

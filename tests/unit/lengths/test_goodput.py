@@ -126,7 +126,7 @@ def test_the_choice_is_the_best_of_all():
 
         best = max(itertools.product(range(4), repeat=3), key=worth)
         offers = [policy.acceptance.offers(seq.seq_id, 3) for seq in seqs]
-        chosen = tuple(policy._best(offers, seqs, 3, None)[0])
+        chosen = tuple(policy._best(offers, seqs, 3, None, 3)[0])
         nothing = worth((0, 0, 0))
         if worth(best) > nothing * (2 * PAYS - 1):
             assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
@@ -282,3 +282,13 @@ def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit):
     assert policy.recovers(long, 300) == (limit == 24)
     policy.drafter = Reader(looks_up=True)
     assert any(policy.lengths([Sequence(9, [1] * 300, SamplingParams(max_tokens=400), 0)]))
+
+
+def test_drafts_beside_prompts_must_pay_in_the_pass_that_all_will_share():
+    policy, mine = GoodputLength(4, Curve([(m, flat(m)) for m in (1, 4, 8, 16, 64)])), sequences(1)
+    world = World(policy, flat, 0.012)
+    for _ in range(60):
+        world.round(mine, 0.8)
+    assert world.last() > 0, "alone, a step of the draft costs less than half a pass"
+    assert policy.lengths(mine, 40, 400, beside=3) == [0], "the four will share each pass: a token is worth a quarter"
+    assert policy.lengths(mine, 1, 400)[0] > 0, "alone again"

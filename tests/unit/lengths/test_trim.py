@@ -178,7 +178,7 @@ class Fickle(GoodputLength):
         self.random = random.Random(8)
         self.dropped = 0
 
-    def lengths(self, seqs, num_rows=None, budget=None):
+    def lengths(self, seqs, num_rows=None, budget=None, beside=0):
         left = 99 if budget is None else budget
         return [min(24, left // max(1, len(seqs)))] * len(seqs)
 
