@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -100,12 +101,33 @@ def _humaneval(path: Path) -> Iterator[Prompt]:
         yield Prompt(row["task_id"], "humaneval", row["prompt"], stop=data.HUMANEVAL_STOP)
 
 
+def _mbpp(path: Path) -> Iterator[Prompt]:
+    """Functions to write, in the words of the MBPP paper, with the tests that they must pass."""
+    for number, row in enumerate(data.read_rows(path, data.MBPP), 1):
+        asked = f"{row['text']} Your code should pass these tests:\n\n" + "\n".join(map(str, row["test_list"]))
+        yield Prompt(str(number), "mbpp", None, ({"role": "user", "content": asked},))
+
+
+def _edits(of: DataSet, path: Path) -> Iterator[Prompt]:
+    """Edits that make the answer quote the prompt: a function of HumanEval renamed, one of MBPP with a docstring."""
+    for number, row in enumerate(data.read_rows(path, of), 1):
+        code = row["prompt"] + row["canonical_solution"] if of is data.HUMANEVAL else row["code"]
+        if name := re.search(r"^def (\w+)", code := code.replace("\r\n", "\n").strip(), re.MULTILINE):
+            edit = f"Rename the function `{name[1]}` to `new_{name[1]}`"
+            edit = edit if of is data.HUMANEVAL else f"Add a docstring to the function `{name[1]}`"
+            asked = f"{edit}. Answer with the whole program.\n\n```python\n{code}\n```"
+            yield Prompt(str(number), "edits", None, ({"role": "user", "content": asked},))
+
+
 SETS: dict[str, tuple[DataSet, Callable[[Path], Iterator[Prompt]]]] = {  # the data, and what reads prompts from it
     "wikitext": (data.TEXT, _wikitext),
     "spec-bench": (SPEC_BENCH, partial(_turns, SPEC_BENCH)),
     "mt-bench": (MT_BENCH, partial(_turns, MT_BENCH)),
     "gsm8k": (data.GSM8K, _gsm8k),
     "humaneval": (data.HUMANEVAL, _humaneval),
+    "humaneval-edits": (data.HUMANEVAL, partial(_edits, data.HUMANEVAL)),
+    "mbpp": (data.MBPP, _mbpp),
+    "mbpp-edits": (data.MBPP, partial(_edits, data.MBPP)),
 }
 
 

@@ -55,6 +55,12 @@ GSM8K_SHOTS = replace(
     files=("gsm8k-train.jsonl",),
     hub=("openai/gsm8k", "main/train-00000-of-00001.parquet"),
 )
+MBPP = DataSet(
+    "mbpp",
+    ("mbpp-test.jsonl",),
+    ("google-research-datasets/mbpp", "full/test-00000-of-00001.parquet"),
+    {"text": str, "code": str, "test_list": list},
+)
 MMLU_PRO = DataSet(
     "mmlu_pro",
     ("mmlu_pro-test.jsonl", "mmlu_pro-sample.jsonl"),

@@ -25,7 +25,7 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
 @pytest.fixture
 def folder(tmp_path):
-    """All five sets in one folder, some compressed."""
+    """Five sources in one folder, some compressed."""
     write_rows(tmp_path / "mt_bench.jsonl.gz", [TALK, {**TALK, "question_id": 82, "category": "math"}])
     single = [{"question_id": n, "category": t, "turns": [f"{t}?"]} for n, t in enumerate(TASKS)]
     write_rows(tmp_path / "spec_bench.jsonl", [TALK, *single])
@@ -78,6 +78,17 @@ def test_functions_end_where_the_next_thing_begins(folder):
     found = asked("humaneval", folder, 2)
     assert [p.id for p in found] == ["Test/0", "Test/2"] and "\ndef" in found[0].stop
     assert found[0].text == problem(0)["prompt"]
+
+
+def test_programs_are_written_or_edited(folder):
+    code = "import re\r\ndef find(a):\r\n    return a"
+    write_rows(folder / "mbpp-test.jsonl", [{"text": "Find it.", "code": code, "test_list": ["assert find(1) == 1"]}])
+    (written,), (documented,) = asked("mbpp", folder), asked("mbpp-edits", folder)
+    assert written.messages[0]["content"].startswith("Find it. ") and "assert find(1)" in written.said
+    assert "docstring" in documented.said and "`find`" in documented.said
+    assert "```python\nimport re\ndef find(a):\n    return a\n```" in documented.said
+    renamed = asked("humaneval-edits", folder, 1)[0].said
+    assert (problem(0)["prompt"] + problem(0)["canonical_solution"]).strip() in renamed and "`new_" in renamed
 
 
 def test_a_file_of_any_name_and_the_hubs_folders(folder):
