@@ -154,7 +154,8 @@ class EngineClient(process.Supervised):
             self._writer.write(data)
 
     async def _run_once(self) -> int:
-        pid, ours = self._spawn()
+        with process.starting():
+            pid, ours = self._spawn()
         self.pid = pid
         self._sent.clear()
         try:
@@ -169,7 +170,8 @@ class EngineClient(process.Supervised):
 
     async def _listen(self, pid: int, ours: socket.socket) -> None:
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            with process.starting():
+                reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
             raise

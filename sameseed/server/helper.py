@@ -44,10 +44,11 @@ class Helper:
         """`setup` makes the first frame of a new process, which `spawn` starts; `max_waiting`: jobs that may wait."""
         self._spawn = spawn
         self._setup, self._patience, self._max_waiting = setup, patience, max_waiting
-        self._lock, self._num_jobs = asyncio.Lock(), 0
+        self._lock = asyncio.Lock()
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._results: Unpacker[HelperResult] = Unpacker(HelperResult)
+        self._jobs: set[asyncio.Task[HelperResult]] = set()  # one runs, the others wait
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -56,15 +57,20 @@ class Helper:
         `name`: the field that an error names; `size`: approximate characters of the frame.
         Raises HelperDiedError; ApiError 400 if the job is refused, 503 if too many jobs wait or the server shuts down.
         """
-        if self._num_jobs > self._max_waiting:
+        if self._closed:
+            raise unavailable(ENDED)
+        if len(self._jobs) > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
-        self._num_jobs += 1
+        job = asyncio.get_running_loop().create_task(self._answer(frame, size))
+        self._jobs.add(job)
         try:
-            data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
-            async with self._lock:
-                result = await self._answer(data)
+            await asyncio.wait({job})
         finally:
-            self._num_jobs -= 1
+            job.cancel()  # if the caller was cancelled
+            self._jobs.discard(job)
+        if job.cancelled():
+            raise unavailable(ENDED)
+        result = job.result()
         if result.fault == "request":
             raise bad_request(result.text, name)
         if result.fault == "machine":
@@ -75,35 +81,35 @@ class Helper:
     def refuse(self) -> None:
         """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
         self._closed = True
-        if self._streams is not None:
-            self._streams[1].close()  # ends the job that is being done
+        for job in self._jobs:
+            job.cancel()
 
     async def close(self) -> None:
         """End the process."""
         self.refuse()
         await self._end()
 
-    async def _answer(self, data: bytes) -> HelperResult:
-        retries = 1
-        while not self._closed:
+    async def _answer(self, frame: Frame, size: int) -> HelperResult:
+        data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
+        async with self._lock:
             if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
                 await self._start()
             sent = time.monotonic()
             try:
                 return await self._exchange(data, self._patience)
             except HelperDiedError as error:
-                was_idle = not error.spent and time.monotonic() - sent <= AT_ONCE  # it had died before
-                if not self._closed and not (was_idle and retries):
+                if error.spent or time.monotonic() - sent > AT_ONCE:
                     raise
-                retries -= 1
-        raise unavailable(ENDED)
+            await self._start()  # it had died while idle
+            return await self._exchange(data, self._patience)
 
     async def _start(self) -> None:
         await self._end()
+        setup = await asyncio.to_thread(lambda: frames.pack(self._setup()))
         try:
             self._pid, ours = self._spawn()
             self._streams = await asyncio.open_unix_connection(sock=ours)
-            result = await self._exchange(await asyncio.to_thread(lambda: frames.pack(self._setup())), STARTING)
+            result = await self._exchange(setup, STARTING)
         except OSError as error:  # no process, memory or descriptor is available now
             log.error("the process beside the server cannot be started: %s", error.strerror)
         except HelperDiedError as error:
@@ -119,9 +125,10 @@ class Helper:
     async def _exchange(self, data: bytes, patience: float) -> HelperResult:
         """Send a frame and receive the answer. After an error or cancellation the process is ended: its answer is late.
 
-        Raises HelperDiedError.
+        Raises HelperDiedError; ApiError 503 if the server has ended the process meanwhile.
         """
-        assert self._streams is not None
+        if self._streams is None:
+            raise unavailable(ENDED)
         reader, writer = self._streams
         try:
             writer.write(data)  # a process that stands still does not read either: nobody waits for `drain`
@@ -146,6 +153,7 @@ class Helper:
 
 
 MAX_BYTES = 64 * 2**20  # of compiled grammars, and of refusals that are remembered
+MAX_KEPT = 4096  # of both: each takes more than the bytes that are counted
 
 
 class Compiled(NamedTuple):
@@ -166,13 +174,9 @@ class Grammars:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._helper, self._on_forget, self._on_need, self._max_bytes = helper, on_forget, on_need, max_bytes
-        # By key: one task for all requests that wait for it. A task that has ended holds the grammar or its refusal.
-        self._tasks: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
-        self._sizes: dict[str, int] = {}  # of tasks that have ended
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes.values())
+        self._kept: OrderedDict[str, bytes | str] = OrderedDict()  # by key: the grammar's frame, or why it was refused
+        self._coming: dict[str, asyncio.Task[bytes | str]] = {}  # by key: one task for all requests that wait for it
+        self.num_bytes = 0
 
     async def compiled(self, source: GrammarSource) -> Compiled:
         """The compiled grammar of a source.
@@ -181,35 +185,39 @@ class Grammars:
         compiling was stopped from outside.
         """
         key = source.key
-        if key not in self._tasks:
-            self._on_need()
-            task = self._tasks[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
-            task.add_done_callback(lambda done: self._keep(key, done))
-        self._tasks.move_to_end(key)
-        try:
-            return Compiled(key, await asyncio.shield(self._tasks[key]))  # goes on even if this request is cancelled
-        except ApiError as error:
-            raise (bad_request(error.message, source.field) if error.status == 400 else error) from None
+        made = self._kept.get(key)
+        if made is None:
+            if key not in self._coming:
+                self._on_need()
+                task = self._coming[key] = asyncio.get_running_loop().create_task(self._compile(source, key))
+                task.add_done_callback(lambda done: self._coming.pop(key))
+            made = await asyncio.shield(self._coming[key])  # goes on even if this request is cancelled
+        else:
+            self._kept.move_to_end(key)
+        if isinstance(made, str):
+            raise bad_request(made, source.field)
+        return Compiled(key, made)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._sizes
+        return key in self._kept
 
-    async def _compile(self, source: GrammarSource, key: str) -> bytes:
+    async def _compile(self, source: GrammarSource, key: str) -> bytes | str:
         try:
             text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
         except HelperDiedError:  # perhaps because of the machine: a retry may succeed
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
-        return frames.pack(frames.LoadGrammar(key, text))
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            return self._keep(key, error.message)
+        return self._keep(key, frames.pack(frames.LoadGrammar(key, text)))
 
-    def _keep(self, key: str, task: asyncio.Task[bytes]) -> None:
-        """Keep what a task has made, or its refusal, and drop the oldest beyond the bound. Other errors may pass."""
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled() or (error is not None and getattr(error, "status", 0) != 400):
-            del self._tasks[key]
-            return
-        self._sizes[key] = len(task.result()) if error is None else len(str(error))
-        for old in [k for k in self._tasks if k in self._sizes and k != key]:
-            if self.num_bytes <= self._max_bytes:
-                break
-            del self._tasks[old], self._sizes[old]
+    def _keep(self, key: str, made: bytes | str) -> bytes | str:
+        """Keep what was made of a source, and drop the oldest beyond the bounds."""
+        self._kept[key] = made
+        self.num_bytes += len(made)
+        while len(self._kept) > MAX_KEPT or (self.num_bytes > self._max_bytes and len(self._kept) > 1):
+            old, dropped = self._kept.popitem(last=False)
+            self.num_bytes -= len(dropped)
             self._on_forget(old)
+        return made

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +74,23 @@ STEADY = 60.0  # seconds of service after which earlier deaths no longer count
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # a temporary lack of descriptors, processes, memory
 
 
+class NotStartedError(Exception):
+    """The process could not be started. `passes`: for a temporary lack of resources."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror or str(error))
+        self.passes = error.errno in PASSING
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Around the start of a process: raises NotStartedError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise NotStartedError(error) from error
+
+
 class Supervised:
     """Base class that keeps one process running. `state`: loading, ready, down (restarting), failed or closed."""
 
@@ -129,7 +146,7 @@ class Supervised:
     async def _run_once(self) -> int:
         """Start a process and wait for its end; returns its exit code. Whatever it raises, no process is left.
 
-        Raises OSError if the process could not be started.
+        Raises NotStartedError (see `starting`) if the process could not be started.
         """
         raise NotImplementedError
 
@@ -148,9 +165,9 @@ class Supervised:
             passes = False  # did it fail to start for a temporary lack of resources?
             try:
                 ended = f"ended with code {await self._run_once()}{self.remedy}"
-            except OSError as error:
+            except NotStartedError as error:
                 self._stopped()
-                ended, passes = f"could not be started: {error.strerror or error}", error.errno in PASSING
+                ended, passes = f"could not be started: {error}", error.passes
             except Exception as error:  # in our code, or from what it sent: a new process may work
                 log.exception("%s could not be seen through", self.what)
                 self._stopped()

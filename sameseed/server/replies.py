@@ -52,7 +52,7 @@ class ReplyChoice:
     completion: Ended | None = None
     num_sent: int = 0  # tokens whose log-probabilities a stream has sent
     echoed: bool = False  # were log-probabilities of an echoed prompt sent?
-    unsent: bool = True  # has a stream yet to send the echoed prompt?
+    prefix: str | None = None  # the echoed text before the output, once it is decided
     begun: bool | None = None  # does text stand before the next token whose name is asked for?
 
     def take(self, piece: Piece) -> None:
@@ -273,13 +273,14 @@ class CompletionReply(Reply):
         return (echoes[index * len(echoes) // len(self.choices)], self.prompt_of(index)) if echoes else ("", [])
 
     def _prefix(self, index: int, choice: ReplyChoice) -> str:
-        """The echoed text, without a last character that the output completes."""
-        text, ids = self._echo(index)
-        if self.hidden or not self._is_open(index):
-            return text
-        ids = ids[-LONGEST_RUN:]
-        known = self._decode(ids)
-        return text.removesuffix(known[shared(known, self._decode(ids + choice.token_ids)) :])
+        """The echoed text, without a last character that the output completes. Later tokens do not change it."""
+        if choice.prefix is None:
+            choice.prefix, ids = self._echo(index)
+            if not self.hidden and self._is_open(index):
+                ids = ids[-LONGEST_RUN:]
+                known = self._decode(ids)
+                choice.prefix = choice.prefix.removesuffix(known[shared(known, self._decode(ids + choice.token_ids)) :])
+        return choice.prefix
 
     def _is_open(self, index: int) -> bool:
         """May the output still change the end of the echoed text?"""
@@ -293,14 +294,15 @@ class CompletionReply(Reply):
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         index, choice = piece.index, self.choices[piece.index]
-        first, ended = len(choice.text) == 1, piece.completion is not None
+        first, ended = len(piece.token_ids) == len(choice.token_ids), piece.completion is not None
         text = "" if self.hidden else piece.text
-        if choice.unsent and (text or ended or not self._is_open(index)):
-            text, choice.unsent = self._prefix(index, choice) + text, False
-        if not text and not ended and not self.with_logprobs and not self.show_tokens:
+        if choice.prefix is None and (text or ended or not self._is_open(index)):
+            text = self._prefix(index, choice) + text
+        logprobs = None if choice.prefix is None else self._logprobs(index, choice)  # places follow from the prefix
+        if not text and not ended and logprobs is None and not self.show_tokens:
             return
         reason = choice.finish_reason if ended else None
-        entry = self.entry(index, {"text": text}, self._logprobs(index, choice), reason, piece)
+        entry = self.entry(index, {"text": text}, logprobs, reason, piece)
         entry |= {"prompt_token_ids": self.prompt_of(index)} if self.show_tokens and first else {}
         yield self.chunk(entry)
 

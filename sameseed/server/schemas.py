@@ -25,8 +25,8 @@ _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames"
 _OF_OBJECTS |= {"unevaluatedProperties"}
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
-_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
-_LISTED, _NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions")
+SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+LISTED, NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions")
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
@@ -51,7 +51,10 @@ def check(schema: Any, name: str) -> str:
 
     `name`: the request field that holds the schema, which stays as it is.
     """
+    too_long = bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
     if isinstance(schema, str):
+        if len(schema) > limits.MAX_GRAMMAR:
+            raise too_long
         try:
             schema = limits.parse_object(schema.encode("utf-8", "replace"), name)
         except ApiError as error:  # name the field, not the body
@@ -60,7 +63,7 @@ def check(schema: Any, name: str) -> str:
         raise bad_request(f"{name}: a schema is a JSON object", name)
     text = _ENCODER.encode(schema)
     if len(text) > limits.MAX_GRAMMAR:
-        raise bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
+        raise too_long
     schema = json.loads(text)  # a copy
     walk = _SchemaWalk(schema, name)
     walk.schema(schema, "schema", 0)
@@ -106,16 +109,16 @@ class _SchemaWalk:
 
     def _parts(self, node: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
         """The schemas within a schema, each with its path."""
-        for key in filter(node.__contains__, _LISTED):
+        for key in filter(node.__contains__, LISTED):
             if not isinstance(node[key], list) or not (node[key] or key == "prefixItems"):
                 raise self._fault(f"{place}.{key}", "must be a list of schemas")
             yield from ((part, f"{place}.{key}[{i}]") for i, part in enumerate(node[key]))
-        for key in filter(node.__contains__, _NAMED):
+        for key in filter(node.__contains__, NAMED):
             if not isinstance(node[key], dict):
                 raise self._fault(f"{place}.{key}", "must be an object of schemas")
             parts = list(node[key].items())  # a copy: a reference may lead here and change it
             yield from ((part, f"{place}.{key}.{name[:64]}") for name, part in parts)
-        for key in filter(node.__contains__, _SINGLE):
+        for key in filter(node.__contains__, SINGLE):
             if key == "propertyNames" or node[key] not in (None, False):
                 yield node[key], f"{place}.{key}"
 

@@ -189,10 +189,15 @@ def _calls(
 def _patterned(schema: Any) -> Any:
     """The schema with lengths of strings as patterns: in Gemma's style xgrammar has no lengths beside its quotes."""
     if not isinstance(schema, dict):
-        return [_patterned(part) for part in schema] if isinstance(schema, list) else schema
-    made = {key: _patterned(value) for key, value in schema.items()}
-    bounds = [made[key] for key in ("minLength", "maxLength") if isinstance(made.get(key), int)]
-    if not bounds or made.keys() & {"pattern", "format"}:
+        return schema
+    made = dict(schema)  # its other keywords may hold values, which stay as they are
+    for key in made.keys() & {*schemas.SINGLE, *schemas.LISTED, *schemas.NAMED}:
+        part = made[key]
+        if key in schemas.NAMED:
+            made[key] = {name: _patterned(one) for name, one in part.items()}
+        else:
+            made[key] = [_patterned(one) for one in part] if isinstance(part, list) else _patterned(part)
+    if not any(type(made.get(key)) is int for key in ("minLength", "maxLength")) or made.keys() & {"pattern", "format"}:
         return made
     least, most = made.pop("minLength", 0), made.pop("maxLength", "")
     return {**made, "pattern": f"^[^<]{{{least},{most}}}$"}

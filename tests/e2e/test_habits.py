@@ -3,14 +3,18 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 from lawkit import assert_nothing_left
 
 import sameseed
 from sameseed import LLM, AsyncEngineArgs, SamplingParams, habits
+from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine import front
+from sameseed.engine.settings import Settings
 from sameseed.errors import RequestError, SameseedError
+from sameseed.fields import hints
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "coming-from.md").read_text()
 ROWS = [
@@ -58,6 +62,14 @@ def test_every_word_is_on_the_page():
     words |= {name for names in (*habits.ATTRIBUTES.values(), *habits.OPTIONS.values()) for name in names}
     code = " ".join(there for there, _ in ROWS)
     assert not {w for w in words if not re.search(rf"\b{w}\b", code)}
+
+
+def test_settings_are_those_of_the_dataclasses():
+    known, spec = hints(EngineConfig) | hints(CacheConfig), hints(SpecConfig)
+    known |= {"format": hints(EngineConfig)["format"], "kv_format": hints(CacheConfig)["format"]}
+    known |= {name: spec[name] | None for name in ("num_draft_tokens", "confidence", "policy", "overlap")}
+    known |= {"draft_options": dict[str, object] | None, "draft_format": spec["format"] | None}
+    assert get_type_hints(Settings) == {name: kind for name, kind in known.items() if name not in ("cache", "spec")}
 
 
 @pytest.mark.parametrize(

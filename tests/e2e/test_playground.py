@@ -267,6 +267,34 @@ def test_what_was_written_stays_when_the_engine_dies(page):
     assert page.all(".answer .said")[0].text == "a whole one", "nothing took its place"
 
 
+def test_the_browser_keeps_the_page_to_its_rules(page):
+    tried = page.run("""
+        const p = document.createElement('p'), script = document.createElement('script'), tried = {};
+        document.body.append(p);
+        const acts = {
+          markup: () => { p.innerHTML = '<b>x</b>'; },
+          handler: () => p.setAttribute('onclick', 'window.ran = 1'),
+          script: () => { script.textContent = 'window.ran = 1'; p.append(script); },
+          outside: () => fetch('http://127.0.0.1:9/'),  // nobody listens there; the rule comes first
+          code: () => eval('1'),
+          made: () => new Function('return 1')(),
+        };
+        const attempt = async ([name, act]) => {
+          try { await act(); tried[name] = 'done'; } catch (e) { tried[name] = e.name; }
+        };
+        // Later, on the page's own behalf: what a driver runs itself is under no rule.
+        return new Promise((done) => setTimeout(async () => {
+          await Promise.all(Object.entries(acts).map(attempt));
+          done(tried);
+        }));
+        """)
+    refused = dict.fromkeys(("markup", "handler", "script", "outside"), "TypeError")
+    assert tried == refused | {"code": "EvalError", "made": "EvalError"}
+    assert page.run("return window.ran") is None
+    said = " ".join(page.complaints())
+    assert "Content Security Policy" in said and "connect-src" in said and "TrustedScript" in said
+
+
 def test_errors_say_what_to_do(page):
     settings(page, **{"max-tokens": 99999})
     page["text"].send_keys("x", ENTER)

@@ -135,21 +135,13 @@ def test_a_grammar_sees_the_text(kind, data, begins):
     assert right_text(tokenizer, prompt, written[:-1], True) == said
 
 
-# Not of those where the text of a token depends on the next one, or on more than one before it.
-@pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped"}))
-@given(data=st.data(), skip=st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_an_echo_with_its_tokens_is_the_whole_text(kind, data, skip):
-    """Prompt and output as one text, streamed or not, and each token's text and place in it."""
-    tokenizer = tokenizer_of(kind)
-    ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=12)
-    prompt, output = data.draw(ids), data.draw(ids)
-    whole = tokenizer.decode(prompt + output, skip)
+def echoed(tokenizer, prompt, output, skip=True):
+    """An answer that repeats its prompt, with the text and the tokens' places that a stream of it gives."""
     text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64)
     fields, params = CompletionFields(prompt=prompt, logprobs=1), SamplingParams(skip_special_tokens=skip)
     add, echoes = Add("id", [prompt], params), [tokenizer.decode(prompt, skip)]
     replies = [CompletionReply(add, fields, text, echoes=echoes) for _ in range(2)]
-    written, streamed = OutputText(tokenizer, (), skip, prompt), ""
+    written, streamed, told = OutputText(tokenizer, (), skip, prompt), "", list[int]()
     for n, token in enumerate(output, 1):
         offset, ended = written.length, n == len(output)
         written.push(token)
@@ -161,14 +153,42 @@ def test_an_echo_with_its_tokens_is_the_whole_text(kind, data, skip):
         for reply in replies:
             reply.take(copy(piece))
         for event in replies[0].events(piece):
-            streamed += json.loads(event.removeprefix(b"data: "))["choices"][0]["text"]
-    made = replies[1].whole_choice(0, replies[1].choices[0])
+            choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
+            streamed += choice["text"]
+            told += (choice["logprobs"] or {}).get("text_offset", [])
+    return replies[1].whole_choice(0, replies[1].choices[0]), streamed, told
+
+
+# Not of those where the text of a token depends on the next one, or on more than one before it.
+@pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped"}))
+@given(data=st.data(), skip=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_an_echo_with_its_tokens_is_the_whole_text(kind, data, skip):
+    """Prompt and output as one text, streamed or not, and each token's text and place in it."""
+    tokenizer = tokenizer_of(kind)
+    ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=12)
+    prompt, output = data.draw(ids), data.draw(ids)
+    whole = tokenizer.decode(prompt + output, skip)
+    made, streamed, told = echoed(tokenizer, prompt, output, skip)
     assert made["text"] == streamed == whole
     tokens, names, places = prompt + output, made["logprobs"]["tokens"], made["logprobs"]["text_offset"]
-    assert len(names) == len(tokens)
+    assert len(names) == len(tokens) and places == told
     if BROKEN not in whole:  # else the end of a run of bytes decides over its beginning
         assert places == sorted(places)
         shown = [n for n, token in enumerate(tokens) if tokenizer.has_text([token], skip)]
         assert all(whole.startswith(names[n], places[n]) for n in shown if not names[n].startswith("bytes:"))
         pieces = [tokenizer.piece(tokens[n], begins=n == shown[0]) for n in shown]
         assert b"".join(pieces) == whole.encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "output"),
+    [
+        ("byte-level", [115, 129, 160], [250, 229, 62, 216, 191]),
+        ("no prepended space", [0, 9, 1, 13], [20, 15, 14]),
+        ("prepended space", [23, 10], [12, 18, 2]),
+    ],
+)
+def test_a_stream_and_a_body_place_tokens_alike_where_the_prompt_ends_within_a_character(kind, prompt, output):
+    made, _, told = echoed(tokenizer_of(kind), prompt, output)
+    assert made["logprobs"]["text_offset"] == told

@@ -22,7 +22,7 @@ from typing import Any
 
 from sameseed.server.answer import Answering
 from sameseed.server.errors import ApiError, unavailable
-from sameseed.server.process import FIRST_DELAY, SECRETS, Supervised, end
+from sameseed.server.process import FIRST_DELAY, SECRETS, Supervised, end, starting
 from sameseed_vllm.environments import interpreter
 from sameseed_vllm.link import STOPPED, Link, Response
 
@@ -103,7 +103,7 @@ class VllmClient(Supervised):
 
     async def _run_once(self) -> int:
         key = secrets.token_urlsafe(32)
-        with contextlib.ExitStack() as stack:
+        with starting(), contextlib.ExitStack() as stack:
             folder = tempfile.mkdtemp(prefix="sameseed-")  # for this user alone
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             path = os.path.join(folder, "socket")

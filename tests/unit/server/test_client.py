@@ -130,6 +130,22 @@ async def test_a_process_that_cannot_be_started_is_tried_again(start):
     await client.close()
 
 
+async def test_a_fault_of_a_running_process_counts_as_a_death(caplog):
+    """Also one that looks like a lack of descriptors at a start: it is logged with its place, and not tried forever."""
+
+    class Failing(process.Supervised):
+        async def _run_once(self):
+            self._serves()
+            raise OSError(24, "Too many open files")
+
+    said, client = [], Failing(1, 0.01)
+    client.on_failure = said.append
+    client.start()
+    await until(lambda: said)
+    assert said == ["the process could not be seen through (OSError)"]
+    assert [record.exc_info is not None for record in caplog.records].count(True) == 2
+
+
 async def test_who_leaves_is_forgotten_and_the_engine_told(start):
     client = start("alive")
     await asyncio.wait_for(client.wait_ready(), 20)

@@ -1,11 +1,14 @@
 """Compiled grammars in the server and the engine: bounded in memory, compiled once, passed on in order."""
 
 import asyncio
+import contextlib
+import gc
 import json
 import random
 import re
 import signal
 import sys
+import weakref
 
 import msgspec
 import numpy as np
@@ -17,7 +20,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from sameseed.grammar.matching import Matching
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
-from sameseed.server import frames, schemas
+from sameseed.server import frames, helper as helpers, schemas
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
@@ -77,6 +80,28 @@ async def test_refusals_are_remembered_and_bounded():
         with pytest.raises(ApiError):
             await grammars.compiled(GrammarSource(f"kind {i}", "bad", "f"))
     assert grammars.num_bytes <= 100
+
+
+async def test_a_refusal_holds_no_source_and_their_number_is_bounded(monkeypatch):
+    class Text(str):
+        pass
+
+    class Refusing:
+        async def ask(self, frame, name, size):
+            raise bad_request("bad", name)
+
+    monkeypatch.setattr(helpers, "MAX_KEPT", 3)
+    grammars, sources = Grammars(Refusing(), lambda key: None), list[weakref.ref]()
+    for i in range(5):
+        text = Text(f"a{i}")
+        sources.append(weakref.ref(text))
+        with contextlib.suppress(ApiError):
+            await grammars.compiled(GrammarSource("regex", text, "f"))
+    keys = [GrammarSource("regex", f"a{i}", "f").key for i in range(5)]
+    del text
+    gc.collect()
+    assert not any(ref() for ref in sources)
+    assert [key in grammars for key in keys] == [False, False, True, True, True] and grammars.num_bytes == 9
 
 
 async def test_who_asks_meanwhile_waits_for_the_same():

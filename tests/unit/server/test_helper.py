@@ -51,6 +51,28 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told():
     assert len(pids) == 1, "nothing is left behind, or started anew"
 
 
+async def test_nothing_is_started_after_the_end():
+    """The server ends while a helper's process is being started."""
+    pids = []
+
+    def slow():
+        time.sleep(0.3)
+        return SETUP
+
+    def spawn():
+        pid, ours = pretender("sleep", "60", first=DONE)()
+        pids.append(pid)
+        return pid, ours
+
+    made = Helper(slow, 60.0, 8, spawn)
+    waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    await made.close()
+    assert [await refused(w) for w in waiting] == [503] * 2
+    await asyncio.sleep(0.4)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 def _sleep():
     time.sleep(60)
     return ""

@@ -1,5 +1,6 @@
 """Check V1: the server's code passes, and every known-wrong version of it fails."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -58,3 +59,15 @@ def test_every_mutant_is_rejected(baseline, mutant):
     assert mutant.function.__module__.startswith("sameseed.server.")
     trial = mutants.try_mutant(mutant, baseline)
     assert trial.caught_by == "V1", trial.said
+
+
+def test_no_drawn_request_rules_all_tokens_out(baseline):
+    """The server rightly refuses such a request, so the check would call a right server wrong."""
+    subject = mutants.toy_subject(baseline.tokenizer)
+    eos, every = set(subject.target.config.eos_token_ids), set(range(subject.vocab_size))
+    for seed in range(40):
+        for case in proof.made_cases(subject, random.Random(seed), 40):
+            p = case.params
+            ends = {*eos, *p.stop_token_ids} if p.min_tokens else set()
+            allowed = every if p.allowed_token_ids is None else {*p.allowed_token_ids}
+            assert allowed - {*p.banned_token_ids} - ends, (seed, case.body)

@@ -12,8 +12,8 @@ from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Ended, Piece
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
-from sameseed.server.protocol import ChatFields
-from sameseed.server.replies import event, speculation_metrics as metrics
+from sameseed.server.protocol import ChatFields, CompletionFields
+from sameseed.server.replies import CompletionReply, event, speculation_metrics as metrics
 from sameseed.server.text import TextCodec
 
 
@@ -90,3 +90,18 @@ def test_an_event_is_one_line_to_whoever_splits_lines(pair):
         assert len(lines) == 2 + made.startswith(b"event: ") and lines[-1] == "", made
     chunk = json.loads(events[1].decode().splitlines()[0].removeprefix("data: "))
     assert chunk["model"] == chunk["choices"][0]["delta"]["content"] == hostile
+
+
+def test_a_stream_tells_the_prompt_once_also_after_its_scores(pair):
+    """Scores of a long prompt come in pieces of their own, before the first token."""
+    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
+    fields = CompletionFields(prompt=[5, 6], echo=True, logprobs=0, return_token_ids=True)
+    reply = CompletionReply(Add("r", [[5, 6]], SamplingParams()), fields, text, echoes=["ab"])
+    scores = Piece(0, "", [], [], [], [[6, -1.0, []]], None)
+    tokens = [Piece(0, "c", [7], [None], [[7, -1.0, []]], [], None, [at]) for at in range(2)]
+    told = []
+    for piece in (scores, *tokens):
+        reply.take(piece)
+        if piece.token_ids:
+            told += [json.loads(e.decode().removeprefix("data: "))["choices"][0] for e in reply.events(piece)]
+    assert [choice.get("prompt_token_ids") for choice in told] == [[5, 6], None]

@@ -230,3 +230,21 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused():
         except ApiError as error:
             assert error.status == 400
     assert 200 < taken < 3_800
+
+
+def test_lengths_are_patterns_in_gemmas_style_and_values_stay():
+    value = {"minLength": 2}
+    text = {"type": "string", "minLength": 2}
+    parts = {"default": text, "name": text, "fixed": {"const": value}, "one": {"enum": [value]}}
+    schema = {"type": "object", "properties": parts, "default": value, "examples": [value]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+    made = json.loads(read(ChatFields, asked).source("gemma4").text)["format"]["tags"][0]["content"]["json_schema"]
+    bound = {"type": "string", "pattern": "^[^<]{2,}$"}
+    assert made == {**schema, "properties": {**parts, "default": bound, "name": bound}}
+
+
+def test_a_long_text_is_no_schema_to_parse(monkeypatch):
+    monkeypatch.setattr(limits, "parse_object", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(ApiError, match="characters"):
+        schemas.check("{" + " " * limits.MAX_GRAMMAR + "}", "f")
