@@ -179,7 +179,23 @@ class Format:
         return ConfigError(f"format {self.name!r} does not serve the KV cache; use e.g. 'bf16' or 'int8'")
 
 
-class Piecewise(Format):
+class Cached(Format):
+    """A format for the cache only: rows are stored as in `stored`; scaled queries may be rounded to another type."""
+
+    weights = False
+
+    def __init__(self, name: str, stored: Format, query_dtype: torch.dtype | None = None) -> None:
+        self.name, self.bits, self.stored = name, stored.bits, stored
+        self.kv_dtype, self.query_dtype = stored.kv_dtype, query_dtype or stored.query_dtype
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.stored.encode_kv(x)
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return self.stored.decode_kv(codes, scales)
+
+
+class Piecewise(Cached):
     """Keys or values that are stored in format `near`; far tokens are read as if they were stored in format `far`.
 
     A token is far if it is neither among the first 32 tokens nor in a group of 32 that holds one of a query's last 128
@@ -187,18 +203,9 @@ class Piecewise(Format):
     et al., 2024, "KIVI"; the first tokens: Xiao et al., 2024). Memory use is that of `near`: stored rows do not change.
     """
 
-    weights = False
-
     def __init__(self, near: Format, far: Format, keys: bool) -> None:
-        self.name, self.bits = f"{near.name}+{far.name}", near.bits
-        self.kv_dtype, self.query_dtype = near.kv_dtype, near.query_dtype
-        self.near, self.far, self.keys = near, far, keys
-
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.near.encode_kv(x)
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        return self.near.decode_kv(codes, scales)
+        super().__init__(f"{near.name}+{far.name}", near)
+        self.far, self.keys = far, keys
 
     def seen(self, x: Tensor, first: int, length: int) -> Tensor:
         start, end = max(first, FIRST) - first, (length - RECENT) // TOKENS * TOKENS - first
@@ -281,14 +288,26 @@ def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     For each row and group (None: the whole row): a = max |x|, scale = a / 127, code = x * (127 / a) rounded to nearest
     even. An a below 2^-100 counts as 0 (scale 0, codes 0). NaN or infinity make the scale NaN and the codes 0.
     """
-    # Not `127.0 / a`: PyTorch computes that as 127 * (1 / a), which rounds twice.
+    x = _in_groups(x, group)
+    values, scales = scaled(x, x.abs().amax(-1, keepdim=True), 127.0)
+    return values.round_().clamp_(-127, 127).to(torch.int8).flatten(-2), scales.squeeze(-1)
+
+
+def _in_groups(x: Tensor, group: int | None) -> Tensor:
+    """Rows [..., K] as float32 [..., K / G, G]."""
     size = group or x.shape[-1]
-    x = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    a = x.abs().amax(-1, keepdim=True)
+    return x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def scaled(x: Tensor, a: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """x over the scale a / largest, and that scale; `a`: max |x| of what shares it.
+
+    An a below 2^-100 counts as 0 (scale and values 0). NaN or infinity make the scale NaN and the values 0.
+    """
     usable = a.isfinite() & (a >= SMALLEST)
-    codes = torch.where(usable, (x * (torch.full_like(a, 127.0) / a)).round_().clamp_(-127, 127), 0.0).to(torch.int8)
-    scales = torch.where(usable, over(a, 127.0), torch.where(a.isfinite(), 0.0, torch.nan))
-    return codes.flatten(-2), scales.squeeze(-1)
+    # Not `largest / a`: PyTorch computes that as largest * (1 / a), which rounds twice.
+    values = torch.where(usable, x * (torch.full_like(a, largest) / a), 0.0)
+    return values, torch.where(usable, over(a, largest), torch.where(a.isfinite(), 0.0, torch.nan))
 
 
 def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -308,14 +327,9 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
     For each group: a = max |x|, value = e4m3(x * (448 / a)) * (a / 448), rounded to nearest even. An a below 2^-100
     counts as 0 (values 0). NaN or infinity make the whole group NaN.
     """
-    size = group or x.shape[-1]
-    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    a = groups.abs().amax(-1, keepdim=True)
-    usable = a.isfinite() & (a >= SMALLEST)
-    largest = torch.full_like(a, 448.0)
-    codes = torch.where(usable, (groups * (largest / a)).clamp_(-448.0, 448.0), 0.0).to(torch.float8_e4m3fn)
-    scales = torch.where(usable, a / largest, torch.where(a.isfinite(), 0.0, torch.nan))
-    return (codes.float() * scales).reshape(x.shape)
+    groups = _in_groups(x, group)
+    values, scales = scaled(groups, groups.abs().amax(-1, keepdim=True), 448.0)
+    return (values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).float() * scales).reshape(x.shape)
 
 
 def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:

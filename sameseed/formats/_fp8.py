@@ -11,7 +11,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._coded import Coded, compressed_tensors
-from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, over, plain
+from sameseed.scheme import QuantArgs, QuantTensor, plain
 
 BLOCK = 128  # rows and columns that share a scale under -b128 (DeepSeek-AI, 2024)
 KINDS = ("fp8_e4m3", "fp8_e5m2")
@@ -37,12 +37,9 @@ class Float8(Coded):
         self.options = frozenset({"activations-fp8", "b128"} | ({"auto"} if dtype == torch.float8_e4m3fn else set()))
 
     def _codes(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of x and scales for absmax a: nearest even, clamped to `largest`; edge cases as in quantize_rows."""
-        usable = a.isfinite() & (a >= SMALLEST)
-        factors = torch.full_like(a, self.largest) / a
-        scaled = torch.where(usable, (x * factors).clamp_(-self.largest, self.largest), 0.0)
-        scales = torch.where(usable, over(a, self.largest), torch.where(a.isfinite(), 0.0, torch.nan))
-        return scaled.to(self.dtype).view(torch.uint8), scales
+        """Codes of x and scales for absmax a: nearest even, clamped to `largest`."""
+        values, scales = scheme.scaled(x, a, self.largest)
+        return values.clamp_(-self.largest, self.largest).to(self.dtype).view(torch.uint8), scales
 
     def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()

@@ -3,8 +3,6 @@
 Activation rows x stay float32; with the scheme bf16-a16 they are rounded to bf16 too.
 """
 
-from __future__ import annotations
-
 import torch
 
 from sameseed.formats._dense import Dense

@@ -5,27 +5,9 @@ to bf16. Softmax weights are rounded to bf16, in blocks of keys, before the prod
 rounded.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
-from sameseed.scheme import Format
+from sameseed.formats import bf16
+from sameseed.scheme import Cached
 
-
-class Bf16Products(Format):
-    """For the KV cache only; the scheme for weights with rounded activation rows is `bf16-a16`."""
-
-    name = "bf16_a16"
-    bits = 16
-    weights = False
-    kv_dtype = query_dtype = torch.bfloat16
-
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x.bfloat16(), None
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        return codes.float()
-
-
-FORMAT = Bf16Products()
+FORMAT = Cached("bf16_a16", bf16.FORMAT, query_dtype=torch.bfloat16)

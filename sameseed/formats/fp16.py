@@ -1,7 +1,5 @@
 """Format fp16: IEEE half precision, rounded to nearest even."""
 
-from __future__ import annotations
-
 import torch
 
 from sameseed.formats._dense import Dense

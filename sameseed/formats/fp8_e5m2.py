@@ -1,7 +1,5 @@
 """Format fp8_e5m2: 8-bit floats, 5 exponent and 2 mantissa bits (at most 57344), scales as fp8_e4m3 has them."""
 
-from __future__ import annotations
-
 import torch
 
 from sameseed.formats._fp8 import Float8

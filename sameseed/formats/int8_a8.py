@@ -6,28 +6,9 @@ before the product with the values; their sum is not quantized. After SageAttent
 scale belongs to one row.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from sameseed.formats import int8
-from sameseed.scheme import Format
+from sameseed.scheme import Cached
 
-
-class Int8Products(Format):
-    """For the KV cache only; the scheme for weights with quantized activation rows is `w8a8`."""
-
-    name = "int8_a8"
-    bits = 8
-    weights = False
-    kv_dtype = query_dtype = torch.int8
-
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return int8.FORMAT.encode_kv(x)
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        return int8.FORMAT.decode_kv(codes, scales)
-
-
-FORMAT = Int8Products()
+FORMAT = Cached("int8_a8", int8.FORMAT, query_dtype=torch.int8)

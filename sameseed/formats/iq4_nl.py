@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sameseed.formats._block32 import Block32
+from sameseed.formats._blocks import Blocks
 from sameseed.formats._coded import bf16_scales, divided, grouped
 from sameseed.scheme import QuantArgs, QuantTensor
 
@@ -16,11 +16,8 @@ VALUES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 BORDERS = (VALUES[1:] + VALUES[:-1]) / 2
 
 
-class IQ4NL(Block32):
+class IQ4NL(Blocks):
     """Codes 0..15 stand for `VALUES` (ggml's kvalues_iq4nl)."""
-
-    name = "iq4_nl"
-    bits = 4
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         x = grouped(weight, args.group)
@@ -33,4 +30,4 @@ class IQ4NL(Block32):
         return torch.cat([table[part.bitwise_and(15).long()] for part in torch.split(codes, 1024)])
 
 
-FORMAT = IQ4NL()
+FORMAT = IQ4NL("iq4_nl", bits=4, zero=0)
