@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sameseed.drafters._choices import choices, growing_tree, grows_at_once
+from sameseed.drafters._choices import Choices, Guesses, choices, growing_tree, grows_at_once
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
@@ -29,9 +29,12 @@ class ChainDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`siblings`: alternative tokens at each position of a chain, 0 to 8."""
-
-        siblings: int = within(0, 0, MOST_SIBLINGS)
+        siblings: int = within(
+            0,
+            0,
+            MOST_SIBLINGS,
+            help="likely tokens beside each token of a chain, as leaves of a tree; --k counts nodes",
+        )
 
     judges = True
     _said = False
@@ -69,22 +72,23 @@ class Chain:
             del self.tokens[length:], self.sure[length:], self.beside[length:]
             self.ended = False
 
-    def grow(self, found: Seq[tuple[int, float]], policy: LengthPolicy, vocab_limit: int) -> bool:
-        """Append the first (token, probability) of `found`; the others become alternatives at that position.
+    def extend(self, found: Iterable[Choices], least: float, vocab_limit: int, ending: Set[int]) -> None:
+        """Append, position by position, the first (token, probability) found there; the others become alternatives.
 
-        Returns False, and ends the chain, if that token is FAILED or not below `vocab_limit`.
+        The chain ends before a token that is FAILED or not below `vocab_limit`, and after one that is less probable
+        than `least` or of `ending`. Nothing is looked for after its end.
         """
-        (token, sure), *others = found
-        if token == FAILED or token >= vocab_limit:
-            self.ended = True
-            return False
-        before = self.sure[-1] if self.sure else 1.0
-        self.tokens.append(token)
-        self.sure.append(sure * before)
-        able = ((t, p) for t, p in others if t < vocab_limit and p > 0.0 and p >= policy.least_probability)
-        self.beside.append([(t, p * before) for t, p in able])
-        self.ended = sure < policy.least_probability
-        return True
+        for (token, sure), *others in found:
+            if token == FAILED or token >= vocab_limit:
+                self.ended = True
+                return
+            before = self.sure[-1] if self.sure else 1.0
+            self.tokens.append(token)
+            self.sure.append(sure * before)
+            self.beside.append([(t, p * before) for t, p in others if t < vocab_limit and p > 0.0 and p >= least])
+            self.ended = sure < least or token in ending
+            if self.ended:
+                return
 
     def take(self, tokens: Seq[int], parents: Seq[int], sure: Seq[float]) -> None:
         """Append the nodes of a tree, level by level: the first of each level, then its alternatives, all leaves."""
@@ -104,6 +108,13 @@ class Chain:
         leaves = sorted((-p, i - 1, t) for i, others in enumerate(self.beside) for t, p in others)[: max(0, most - end)]
         parents = [*range(-1, end - 1), *(i for _, i, _ in leaves)]
         return [*self.tokens, *(t for *_, t in leaves)], parents, [*self.sure, *(-p for p, *_ in leaves)]
+
+
+def lengthen(chain: Chain, guesses: Guesses, row: NDArray[np.float32], seq: Sequence, count: int, least: float) -> None:
+    """Extend a chain by the likeliest `count` tokens, the first and its alternatives, by a head's logits [Vd] there."""
+    tokens, shares = guesses.after(row[None], seq, len(chain.tokens), count, lambda: [chain.tokens])
+    found = [(t, p) for t, p in zip(tokens[0].tolist(), np.exp(shares[0]).tolist(), strict=True) if p > 0]
+    chain.extend([found or [(FAILED, 0.0)]], least, guesses.vocab_size, seq.params.ending(guesses.eos_token_ids))
 
 
 def chain_lengths(seqs: Seq[Sequence], num_draft: Seq[int], siblings: int) -> list[int]:
@@ -133,6 +144,7 @@ class ChainWriter:
         self.policy = policy
         self.vocab_limit = vocab_limit
         self.siblings = siblings
+        self._eos = runner.model.config.eos_token_ids
 
     def draft(
         self, shadows: Mapping[int, Sequence], chains: Seq[Chain], lengths: Seq[int], num_nodes: Seq[int]
@@ -154,14 +166,14 @@ class ChainWriter:
         if unread is None:
             self.extend(own, growing, most)
             return made()
-        counts, owners = dict(zip(unread[0], unread[1].counts, strict=True)), list(shadows)
+        active, drawn = unread
 
-        def read(found: Seq[Seq[tuple[int, float]]]) -> Draft:
-            self._take(own, growing, counts, found)
+        def read(found: Seq[Choices]) -> Draft:
+            self._take(own, growing, active, drawn.counts, found)
             return made()
 
-        drafted = {owners[i]: count for i, count in counts.items()}
-        return LateDraft([drafted.get(b, 0) for b in range(len(chains))], unread[1], read)
+        owners = list(shadows)
+        return LateDraft.of(drawn, [owners[i] for i in active], len(chains), read)
 
     def extend(
         self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], going: Callable[[], bool] = lambda: True
@@ -175,7 +187,7 @@ class ChainWriter:
 
         drawn = self._start(shadows, chains, lengths) if going() else None
         if drawn is not None:
-            return self._take(shadows, chains, dict(zip(drawn[0], drawn[1].counts, strict=True)), drawn[1].read())
+            return self._take(shadows, chains, drawn[0], drawn[1].counts, drawn[1].read())
         active = [b for b in range(len(chains)) if wanted(b)]
         while active and going():
             running = [shadows[b] for b in active]
@@ -186,8 +198,9 @@ class ChainWriter:
                 some, counts = [chains[b] for b in active], [lengths[b] for b in active]
                 if self._grow_at_once(running, some, counts, out.logits, going):
                     return
-            for b, found in zip(active, self._next(running, out), strict=True):
-                self._append(shadows[b], chains[b], found)
+            find = reading(out, Draft.empty(len(running)), running, self._eos, self.siblings, policy.uses_confidence)
+            for i, b in enumerate(active):
+                self._extend(shadows[b], chains[b], [find(i, i, [])])
             active = [b for b in active if wanted(b)]
             if active and policy.ends([chains[b].sure for b in active]):
                 break
@@ -209,38 +222,23 @@ class ChainWriter:
         return None if drawn is None else (active, drawn)
 
     def _take(
-        self, shadows: Seq[Sequence], chains: Seq[Chain], counts: Mapping[int, int], found: Seq[Seq[tuple[int, float]]]
+        self, shadows: Seq[Sequence], chains: Seq[Chain], active: Seq[int], counts: Seq[int], found: Seq[Choices]
     ) -> None:
-        """Append what `_start` drew to the chains, up to each chain's end; `counts`: tokens drawn, by chain.
+        """Append what `_start` drew for the `active` chains, up to each chain's end; `counts`: tokens drawn.
 
         `policy.ends` is not asked: it weighs the time of a drafting step, and these steps have already run.
         """
-        for (b, count), tokens in zip(counts.items(), found, strict=True):
-            shadow, chain = shadows[b], chains[b]
+        for b, count, tokens in zip(active, counts, found, strict=True):
+            shadow = shadows[b]
             del shadow.token_ids[len(shadow) - count :]
-            for one in tokens:
-                if chain.ended:
-                    break
-                self._append(shadow, chain, [one])
+            self._extend(shadow, chains[b], [[one] for one in tokens])
             self.runner.truncate(shadow, len(shadow) - 1)
 
-    def _append(self, shadow: Sequence, chain: Chain, found: Seq[tuple[int, float]]) -> None:
-        """Extend a chain and its shadow by what the model found at the next position (`Chain.grow`)."""
-        if chain.grow(found, self.policy, self.vocab_limit):
-            shadow.token_ids.append(chain.tokens[-1])
-            chain.ended |= chain.tokens[-1] in shadow.params.ending(self.runner.model.config.eos_token_ids)
-
-    def _next(self, seqs: Seq[Sequence], out: Output) -> list[list[tuple[int, float]]]:
-        """Per sequence, (token, probability) of the model's choices after its last token, from the output of a pass."""
-        choices, eos = out.choices, self.runner.model.config.eos_token_ids
-        drawn = [choices is not None and drawable(s) for s in seqs]
-        table = on_host(out.logits, Draft.empty(len(seqs)), out.wants_logits, drawn)
-        return [
-            [(choices[b], 1.0)]
-            if choices is not None and drawn[b]
-            else likely_after(table[b], s, [], eos, self.siblings, self.policy.uses_confidence)
-            for b, s in enumerate(seqs)
-        ]
+    def _extend(self, shadow: Sequence, chain: Chain, found: Seq[Choices]) -> None:
+        """Extend a chain and its shadow by what was found at the next positions, up to the chain's end."""
+        before = len(chain.tokens)
+        chain.extend(found, self.policy.least_probability, self.vocab_limit, shadow.params.ending(self._eos))
+        shadow.token_ids += chain.tokens[before:]
 
     def _grow_at_once(
         self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], logits: Tensor, going: Callable[[], bool]
@@ -250,7 +248,7 @@ class ChainWriter:
         Returns False, with nothing done, if the backend cannot do this.
         """
         runner, policy, least = self.runner, self.policy, self.policy.least_probability
-        most, eos = runner.model.max_model_len, runner.model.config.eos_token_ids
+        most, eos = runner.model.max_model_len, self._eos
         shape = {"width": 1, "count": 1 + self.siblings, "exact": True, "limit": self.vocab_limit, "least": least}
         trees = []
         for shadow, length in zip(shadows, lengths, strict=True):
@@ -270,6 +268,24 @@ class ChainWriter:
         return True
 
 
+def reading(
+    out: Output, draft: Draft, seqs: Seq[Sequence], eos_token_ids: Seq[int], siblings: int, with_probability: bool
+) -> Callable[[int, int, Seq[int]], Choices]:
+    """How to read a pass of a drafter's model over `draft`: (b, row, path) -> `likely_after` a path of sequence b.
+
+    Where the backend has chosen the row's token, that one.
+    """
+    choices, drawn = out.choices, [out.choices is not None and drawable(s) for s in seqs]
+    table = on_host(out.logits, draft, out.wants_logits, drawn)
+
+    def find(b: int, row: int, path: Seq[int]) -> Choices:
+        if choices is not None and drawn[b]:
+            return [(choices[row], 1.0)]
+        return likely_after(table[row], seqs[b], path, eos_token_ids, siblings, with_probability)
+
+    return find
+
+
 def likely_after(
     row: NDArray[np.float32],
     seq: Sequence,
@@ -277,7 +293,7 @@ def likely_after(
     eos_token_ids: Seq[int],
     siblings: int,
     with_probability: bool,
-) -> list[tuple[int, float]]:
+) -> Choices:
     """The choice after `path` from the logits [V] there, and `siblings` alternatives, with probabilities (1: unknown).
 
     With sampling, the probability that the target agrees is taken as the token's share of exp(log p + noise), not as p,

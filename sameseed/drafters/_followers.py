@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed")
 _NOTHING = np.zeros(0, np.bool_)
+PREFILL = "the most rows of one catch-up pass over a prompt"
 
 
 class CatchUp:

@@ -17,6 +17,11 @@ from sameseed.errors import ConfigError
 from sameseed.models.inner import with_tokens
 from sameseed.models.runner import ModelRunner
 
+VOCABULARY = (
+    "the tokens that may be drafted, if not all: a number (the first ids), or a file of ids (JSON or one per line), as "
+    "`sameseed vocabulary` makes; fewer cost less"
+)
+
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     """Token ids int64 [n] from the option `vocabulary`: a number of first ids, or a file. Raises ConfigError."""

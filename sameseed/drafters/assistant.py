@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES, Rows, build_batch
-from sameseed.drafters._chains import Chain, draft_of
+from sameseed.drafters._chains import Chain, draft_of, lengthen
 from sameseed.drafters._choices import Guesses
 from sameseed.errors import ConfigError
 from sameseed.fields import within
@@ -22,7 +20,6 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
-from sameseed.spec.sampling import FAILED
 
 
 class AssistantDrafter(Drafter):
@@ -30,9 +27,7 @@ class AssistantDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Options of the assistant drafter. `depth`: the most tokens of a draft; about 4 are what it is trained for."""
-
-        depth: int = within(8, 1, MAX_NODES)
+        depth: int = within(8, 1, MAX_NODES, help="the most tokens of a draft; about 4 are what it is trained for")
 
     owns = "model"
     judges = True
@@ -74,21 +69,13 @@ class AssistantDrafter(Drafter):
             states = model.ops.rms_norm(states, model.weights.norm, model.config.rms_eps)
         while active:
             logits, states = self._step([seqs[b] for b in active], [chains[b].tokens for b in active], states)
-            rows = self.guesses.rows(logits)
-            for i, b in enumerate(active):
-                self._lengthen(seqs[b], chains[b], rows[i : i + 1])
+            for row, b in zip(self.guesses.rows(logits), active, strict=True):
+                lengthen(chains[b], self.guesses, row, seqs[b], 1, self.policy.least_probability)
             going = [i for i, b in enumerate(active) if not chains[b].ended and len(chains[b].tokens) < depths[b]]
             if not going or self.policy.ends([chains[active[i]].sure for i in going]):
                 break
             states, active = states[going], [active[i] for i in going]
         return draft_of(chains, num_draft, with_confidence=True)
-
-    def _lengthen(self, seq: Sequence, chain: Chain, row: NDArray[np.float32]) -> None:
-        """Add the likeliest token by a row of logits."""
-        tokens, shares = self.guesses.after(row, seq, len(chain.tokens), 1, lambda: [chain.tokens])
-        token, share = int(tokens[0, 0]), float(np.exp(shares[0, 0]))
-        chain.grow([(token if share else FAILED, share)], self.policy, self.guesses.vocab_size)
-        chain.ended |= token in seq.params.ending(self.guesses.eos_token_ids)
 
     def _step(self, seqs: Seq[Sequence], chains: Seq[list[int]], states: Tensor) -> tuple[Tensor, Tensor]:
         """A pass over the last token of each chain, or of its text; states [B, S] are those before them."""

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, lengthen
 from sameseed.drafters._eagle_context import Reading
-from sameseed.fields import within
+from sameseed.drafters._followers import PREFILL
+from sameseed.drafters._vocabulary import VOCABULARY
+from sameseed.fields import setting, within
 from sameseed.models.block import BlockRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
@@ -30,15 +32,8 @@ class BlockDrafter(Reading, ChainDrafter):
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """Options of the block drafter.
-
-        `vocabulary`: the tokens that the head may draft, if not all that it has: a number (the first ids), or a file of
-        ids (JSON or one per line); fewer cost less. `prefill_rows`: the most rows of one catch-up pass. `siblings`: how
-        many other likely tokens may join the chain at each position, as leaves of a tree; `--k` then counts nodes.
-        """
-
-        vocabulary: str = ""
-        prefill_rows: int = within(512, 1)
+        vocabulary: str = setting("", VOCABULARY)
+        prefill_rows: int = within(512, 1, help=PREFILL)
 
     at_once = True
     kind = BlockRunner
@@ -83,23 +78,14 @@ class BlockDrafter(Reading, ChainDrafter):
             bias = self._bias(active) if has_bias else None
             for i, g in enumerate(active):
                 row = rows[g.first + place]
-                self._read(g, (row if bias is None else row + bias[i])[None])
+                row = row if bias is None else row + bias[i]
+                lengthen(g.chain, self.guesses, row, g.seq, 1 + self.options.siblings, self.policy.least_probability)
 
     def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
         """The Markov head's bias to the logits [n, Vd], given the last token of each chain."""
         last = [g.chain.tokens[-1] if g.chain.tokens else g.seq.token_ids[-1] for g in active]
         model = self.runner.model
         return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
-
-    def _read(self, g: _GrowingBlock, row: NDArray[np.float32]) -> None:
-        """Choose the chain's next token from logits [1, Vd], with the target's own noise (coupled sampling)."""
-        chain, count = g.chain, 1 + self.options.siblings
-        tokens, shares = self.guesses.after(row, g.seq, len(chain.tokens), count, lambda: [chain.tokens])
-        found = [(t, p) for t, p in zip(tokens[0].tolist(), np.exp(shares[0]).tolist(), strict=True) if p > 0]
-        if found:
-            chain.grow(found, self.policy, self.guesses.vocab_size)
-        else:
-            chain.ended = True
 
 
 @dataclass

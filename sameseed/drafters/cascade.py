@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._followers import Following
-from sameseed.fields import within
+from sameseed.drafters._followers import PREFILL, Following
+from sameseed.drafters._vocabulary import VOCABULARY
+from sameseed.fields import setting, within
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts, Round
@@ -23,16 +24,9 @@ class CascadeDrafter(Following):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Options of the cascade drafter.
-
-        `min_length`: the model goes on until it has so many tokens (or the round's limit). `prefill_rows`: the most
-        rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may write, if not all: a number
-        (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes.
-        """
-
-        min_length: int = within(4, 1)
-        prefill_rows: int = within(512, 1)
-        vocabulary: str = ""
+        min_length: int = within(4, 1, help="the model goes on until it has so many tokens, or the round's limit")
+        prefill_rows: int = within(512, 1, help=PREFILL)
+        vocabulary: str = setting("", VOCABULARY)
 
     owns = "model"
     num_below = (1, 1)

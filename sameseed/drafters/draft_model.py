@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
-from sameseed.drafters._followers import Following
-from sameseed.fields import within
+from sameseed.drafters._followers import PREFILL, Following
+from sameseed.drafters._vocabulary import VOCABULARY
+from sameseed.fields import setting, within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Parts
@@ -21,16 +22,8 @@ class DraftModelDrafter(Following, ChainDrafter):
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """Options of the draft_model drafter.
-
-        `prefill_rows`: the most rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may
-        draft, if not all: a number (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary`
-        makes; fewer cost less. `siblings`: how many other likely tokens may join the chain at each position, as leaves
-        of a tree, which take no further pass; `--k` then counts nodes.
-        """
-
-        prefill_rows: int = within(512, 1)
-        vocabulary: str = ""
+        prefill_rows: int = within(512, 1, help=PREFILL)
+        vocabulary: str = setting("", VOCABULARY)
 
     owns = "model"
 

@@ -17,16 +17,19 @@ from torch import Tensor
 
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
+from sameseed.drafters._chains import Chain
 from sameseed.drafters._choices import Floats, Ints, growing_tree, grows_at_once
 from sameseed.drafters._eagle_context import Reading
+from sameseed.drafters._followers import PREFILL
+from sameseed.drafters._vocabulary import VOCABULARY
 from sameseed.errors import ConfigError
-from sameseed.fields import within
+from sameseed.fields import setting, within
 from sameseed.models.drawn import Drawn
 from sameseed.models.eagle import TreeLevel
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, Parts
-from sameseed.spec.sampling import FAILED, drawable, drawer
+from sameseed.spec.sampling import drawable, drawer
 
 
 class EagleDrafter(Reading):
@@ -34,21 +37,14 @@ class EagleDrafter(Reading):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Options of the eagle drafter.
-
-        `depth`: the longest path of a tree; `top_k`: nodes expanded per level, and children of each (1: a chain). `--k`
-        sets how many nodes are kept. `vocabulary`: the tokens that the head may draft, if not all that it has: a number
-        (the first ids), or a file of ids (JSON or one per line); fewer cost less. `beyond`: what happens past the
-        head's own context: "slide" moves its attention window along, "stop" ends drafting. `window`: the most tokens
-        that the head attends to (0: its own context). `prefill_rows`: the most rows of one catch-up pass.
-        """
-
-        depth: int = within(5, 1, MAX_NODES)
-        top_k: int = within(8, 1, MAX_NODES)
-        vocabulary: str = ""
-        beyond: str = "slide"
-        window: int = within(0, 0)
-        prefill_rows: int = within(512, 1)
+        depth: int = within(5, 1, MAX_NODES, help="the longest path of a tree; --k sets how many nodes are kept")
+        top_k: int = within(8, 1, MAX_NODES, help="nodes expanded per level, and children of each (1: a chain)")
+        vocabulary: str = setting("", VOCABULARY)
+        beyond: str = setting(
+            "slide", "past the head's own context: slide moves its attention window along, stop ends drafting"
+        )
+        window: int = within(0, 0, help="the most tokens that the head attends to (0: its own context)")
+        prefill_rows: int = within(512, 1, help=PREFILL)
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -99,8 +95,7 @@ class EagleDrafter(Reading):
             self._take(own, found)
             return _draft_of(growing, len(seqs))
 
-        counts = dict(zip(growing, drawn.counts, strict=True))
-        return LateDraft([counts.get(b, 0) for b in range(len(seqs))], drawn, read)
+        return LateDraft.of(drawn, list(growing), len(seqs), read)
 
     def _grow(self, growing: Seq[_GrowingTree]) -> Drawn | None:
         """Grow all trees. Returns the tokens of chains that the device drew and the host has not read, or None."""
@@ -189,16 +184,9 @@ class EagleDrafter(Reading):
     def _take(self, growing: Seq[_GrowingTree], found: Seq[Seq[tuple[int, float]]]) -> None:
         """Take over chains of tokens that were drawn on the device, up to each chain's end."""
         for g, drawn in zip(growing, found, strict=True):
-            tokens: list[int] = []
-            chances: list[float] = []
-            for token, sure in drawn:
-                if token == FAILED:
-                    break
-                tokens.append(token)
-                chances.append(sure * (chances[-1] if chances else 1.0))
-                if token in g.ending or sure < self.policy.least_probability:
-                    break
-            g.grown = tokens, list(range(-1, len(tokens) - 1)), chances
+            chain = Chain()
+            chain.extend(([one] for one in drawn), self.policy.least_probability, self.guesses.vocab_size, g.ending)
+            g.grown = chain.nodes(g.depth)
 
 
 class Tree:

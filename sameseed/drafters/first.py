@@ -27,14 +27,8 @@ class FirstDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Options of the first drafter.
-
-        `min_tokens`: a draft must have so many nodes (or all that were asked for) to be used. `min_expected`: if the
-        drafter gives path probabilities, their sum must be at least this.
-        """
-
-        min_tokens: int = within(2, 1)
-        min_expected: float = within(1.0, 0)
+        min_tokens: int = within(2, 1, help="a draft is used if it has so many nodes, or all that were asked for")
+        min_expected: float = within(1.0, 0, help="and if its path probabilities, where known, have at least this sum")
 
     num_below = (2, MAX_BELOW)
 

@@ -14,9 +14,7 @@ class MtpDrafter(EagleDrafter):
 
     @dataclass(frozen=True)
     class Options(EagleDrafter.Options):
-        """Those of eagle: `depth`, `top_k` (1: a chain), `vocabulary`, `beyond`, `window`, `prefill_rows`."""
-
-        top_k: int = within(1, 1, MAX_NODES)
+        top_k: int = within(1, 1, MAX_NODES, help="as eagle's, but a chain unless it is given")
 
     owns = "head"
     inside = True

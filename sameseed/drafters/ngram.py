@@ -18,10 +18,8 @@ class NgramDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """`max_ngram` and `min_ngram`: the longest and the shortest suffix that is looked up, in tokens."""
-
-        max_ngram: int = within(4, 1, 32)
-        min_ngram: int = within(2, 1, 32)
+        max_ngram: int = within(4, 1, 32, help="the longest suffix that is looked up, in tokens")
+        min_ngram: int = within(2, 1, 32, help="the shortest")
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 from sameseed.batch import MAX_NODES
-from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, likely_after
-from sameseed.drafters._followers import Following
+from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, reading
+from sameseed.drafters._followers import PREFILL, Following
+from sameseed.drafters._vocabulary import VOCABULARY
 from sameseed.errors import ConfigError
-from sameseed.fields import within
+from sameseed.fields import setting, within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Parts
-from sameseed.spec.sampling import drawable, drawer
-from sameseed.spec.verify import on_host
+from sameseed.spec.sampling import drawer
 
 
 class ParallelDrafter(Following, ChainDrafter):
@@ -31,18 +30,9 @@ class ParallelDrafter(Following, ChainDrafter):
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """Options of the parallel drafter.
-
-        `mask_token`: the id that stands for a token not known yet (-1: as the model's config.json says).
-        `prefill_rows`: the most rows of one catch-up pass over a prompt. `vocabulary`: the tokens that the model may
-        draft, if not all: a number (the first ids), or a file of ids (JSON or one per line), as `sameseed vocabulary`
-        makes; fewer cost less. `siblings`: how many other likely tokens may join the chain at each position, as leaves
-        of a tree; `--k` then counts nodes.
-        """
-
-        mask_token: int = -1
-        prefill_rows: int = within(512, 1)
-        vocabulary: str = ""
+        mask_token: int = setting(-1, "the id that stands for a token not known yet; -1: as config.json says")
+        prefill_rows: int = within(512, 1, help=PREFILL)
+        vocabulary: str = setting("", VOCABULARY)
 
     owns = "model"
     at_once = True
@@ -69,42 +59,26 @@ class ParallelDrafter(Following, ChainDrafter):
         active = self.followers.follow(seqs, counts)
         if active:
             shadows = [self.followers[seqs[b]] for b in active]
-            table, choices = self._logits(shadows, [counts[b] for b in active])
-            row = 0
-            for b, shadow in zip(active, shadows, strict=True):
-                end = row + counts[b]
-                drawn = choices[row:end] if choices is not None and drawable(shadow) else None
-                self._read(chains[b], table[row:end], shadow, drawn)
-                row = end
+            self._draft(shadows, [chains[b] for b in active], [counts[b] for b in active])
         return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
-    def _logits(self, shadows: Seq[Sequence], counts: Seq[int]) -> tuple[Any, list[int] | None]:
-        """Logits float32 [sum of counts, V]: per sequence, after its last token, then after each of its masks.
+    def _draft(self, shadows: Seq[Sequence], chains: Seq[Chain], counts: Seq[int]) -> None:
+        """Append the model's choices after each sequence's last token, and after each of its masks, to `chains`.
 
-        Also returns the tokens chosen there, if the backend chose them.
+        They are drawn with the target's own noise (coupled sampling). A chain ends early if the policy says so.
         """
-        alone = not self.options.siblings and not self.policy.uses_confidence
+        siblings, policy, eos = self.options.siblings, self.policy, self.runner.model.config.eos_token_ids
+        alone = not siblings and not policy.uses_confidence
         num_pending = [s.num_pending for s in shadows]
         masks = Draft.chains([[self.mask] * (n - 1) for n in counts])
         out = self.runner.forward(shadows, masks, num_pending, drawer=drawer if alone else None)
         self.runner.commit(shadows, num_pending, [[] for _ in shadows], out)  # no mask's row is kept
-        drawn = [out.choices is not None and drawable(s) for s in shadows]
-        return on_host(out.logits, masks, out.wants_logits, drawn), out.choices
-
-    def _read(self, chain: Chain, table: Any, seq: Sequence, drawn: Seq[int] | None) -> None:
-        """Append the model's choice at each position to `chain`, with the target's own noise (coupled sampling).
-
-        The chain ends early if the policy says so, and before a token that the target does not have.
-        """
-        eos, options, policy = self.runner.model.config.eos_token_ids, self.options, self.policy
-        for i, row in enumerate(table):
-            if drawn is None:
-                found = likely_after(row, seq, chain.tokens, eos, options.siblings, policy.uses_confidence)
-            else:
-                found = [(drawn[i], 1.0)]
-            chain.grow(found, policy, self.followers.vocab_limit)
-            if chain.ended:
-                return
+        find = reading(out, masks, shadows, eos, siblings, policy.uses_confidence)
+        row = 0
+        for b, (shadow, chain, count) in enumerate(zip(shadows, chains, counts, strict=True)):
+            found = (find(b, row + i, chain.tokens) for i in range(count))
+            chain.extend(found, policy.least_probability, self.followers.vocab_limit, shadow.params.ending(eos))
+            row += count
 
 
 DRAFTER = ParallelDrafter

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
 from sameseed.drafters._followers import Guide
-from sameseed.drafters._vocabulary import with_vocabulary
-from sameseed.fields import within
+from sameseed.drafters._vocabulary import VOCABULARY, with_vocabulary
+from sameseed.fields import setting, within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
@@ -29,19 +29,13 @@ class SelfQuantDrafter(ChainDrafter):
 
     @dataclass(frozen=True)
     class Options(ChainDrafter.Options):
-        """Options of the self_quant drafter.
+        """With a `kv_window` the text stays the same, the acceptance rate may fall, and a draft's pass is shorter."""
 
-        `kv_window`: a draft attends to so many of the context's last tokens (0: all) and to the first `kv_sink`, both
-        rounded up to cache blocks. The text stays the same, the acceptance rate may fall, and a draft's pass is shorter
-        at long contexts. `vocabulary`: the tokens that may be drafted, if not all: a number (the first ids), or a file
-        of ids (JSON or one per line), as `sameseed vocabulary` makes; fewer cost less. `siblings`: how many other
-        likely tokens may join the chain at each position, as leaves of a tree, which take no further pass; `--k` then
-        counts nodes.
-        """
-
-        kv_window: int = within(0, 0)
-        kv_sink: int = within(16, 0)
-        vocabulary: str = ""
+        kv_window: int = within(
+            0, 0, help="a draft attends to so many of the context's last tokens (0: all), in whole cache blocks"
+        )
+        kv_sink: int = within(16, 0, help="with a kv_window: and to so many of the first tokens")
+        vocabulary: str = setting("", VOCABULARY)
 
     owns = "target"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sameseed.drafters._history import History, Place, TextStore
 from sameseed.errors import ConfigError
-from sameseed.fields import within
+from sameseed.fields import setting, within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts
@@ -37,23 +37,14 @@ class SuffixDrafter(Drafter):
 
     @dataclass(frozen=True)
     class Options(Drafter.Options):
-        """Options of the suffix drafter.
-
-        `min_match` and `max_match`: shortest and longest match, in tokens. `length_factor`: longest path, in tokens per
-        token of the match. `min_probability`: the least path probability of a node, estimated from counts.
-        `max_places`: how many places of an n-gram are kept, the latest ones. `past`: which past requests are used:
-        those of the same `tenant`, `all`, or `none`. `max_tokens`: tokens of past requests kept in memory and in the
-        store; the oldest are dropped. `store`: a file that keeps them between runs.
-        """
-
-        min_match: int = within(2, 1, 1024)
-        max_match: int = within(24, 1, 1024)
-        length_factor: float = within(2.0, 0, above=True)
-        min_probability: float = within(0.1, 0, 1)
-        max_places: int = within(32, 1)
-        past: str = "tenant"
-        max_tokens: int = within(1_000_000, 1)
-        store: str = ""
+        min_match: int = within(2, 1, 1024, help="shortest match, in tokens")
+        max_match: int = within(24, 1, 1024, help="longest match")
+        length_factor: float = within(2.0, 0, above=True, help="longest path, in tokens per token of the match")
+        min_probability: float = within(0.1, 0, 1, help="the least path probability of a node, estimated from counts")
+        max_places: int = within(32, 1, help="how many places of an n-gram are kept, the latest ones")
+        past: str = setting("tenant", "which past requests are used: those of the same tenant, all, or none")
+        max_tokens: int = within(1_000_000, 1, help="most tokens of past requests, in memory and in the store")
+        store: str = setting("", "a file that keeps past requests between runs (with past = all)")
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -80,7 +80,7 @@ class Blocks(Coded):
         """
         if self.part is None:
             return bf16_scales(size, 1.0), None
-        blocks = size.unflatten(1, (-1, per_block))
+        blocks = size.view(len(size), size.shape[1] // per_block, per_block)
         scales = bf16_scales(blocks.amax(-1), most)
         return scales, divided(blocks, scales).round_().clamp_(0, most).to(torch.int8).flatten(1)
 

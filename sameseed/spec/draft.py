@@ -168,6 +168,12 @@ class LateDraft:
     drawn: Drawn
     make: Callable[[Seq[Any]], Draft]
 
+    @classmethod
+    def of(cls, drawn: Drawn, owners: Seq[int], num_seqs: int, make: Callable[[Seq[Any]], Draft]) -> LateDraft:
+        """The chains `drawn` for the sequences `owners` (indices) of `num_seqs`."""
+        counts = dict(zip(owners, drawn.counts, strict=True))
+        return cls([counts.get(b, 0) for b in range(num_seqs)], drawn, make)
+
     @property
     def nodes(self) -> LateNodes:
         """The unread nodes, as input of a pass."""
