@@ -168,7 +168,7 @@ _DRAFTS = (
     ),
     Mutant(
         "a parallel draft keeps the rows of its masks",
-        ParallelDrafter._logits,
+        ParallelDrafter._draft,
         "[[] for _ in shadows], out)",
         "[list(range(n - 1)) for n in counts], out)\n"
         "    guesses = iter(out.logits.argmax(-1).tolist())\n"
