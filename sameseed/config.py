@@ -17,9 +17,6 @@ from sameseed.fields import setting, within
 MAX_DRAFT_TOKENS = 64
 GOODPUT_DRAFT_TOKENS = 12  # the maximum for policies that end drafts themselves, unless another is given
 ENDING = ("disco", "goodput")  # these policies
-# The drafters that a draft means without naming them, by how it is written or by the kind of its folder.
-WRITTEN = {"MODEL": "draft_model", "HEAD": "eagle", "BLOCK": "block", "PARALLEL": "parallel"}
-WRITTEN |= {"ASSISTANT": "assistant", "MTP": "mtp", "A > MODEL": "cascade", "A + B": "first"}
 # `Drafter.owns` of the package's drafters. Loading one would import PyTorch, which the front of a server needs not.
 OWNS = {
     **dict.fromkeys(("assistant", "cascade", "draft_model", "parallel"), "model"),
@@ -81,7 +78,7 @@ class SpecConfig:
 
 def draft_text(spec: SpecConfig) -> str:
     """The drafter in the syntax of `parse_draft`, without settings: "ngram", "draft_model", "ngram > cascade"."""
-    if spec.method == WRITTEN["A + B"]:
+    if spec.method == "first":
         return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
     return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
 
@@ -113,7 +110,7 @@ def _chain(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         upper, tokens = _sum(tokens[1:], text)
         if upper.below:
             raise ConfigError(f"--draft {text!r}: right of '>' stands a model, not {upper.method!r}")
-        method = WRITTEN["A > MODEL"] if upper.method == WRITTEN["MODEL"] else upper.method
+        method = "cascade" if upper.method == "draft_model" else upper.method
         spec = replace(upper, method=method, below=(spec,))
     return spec, tokens
 
@@ -137,7 +134,7 @@ def _sum(tokens: list[str], text: str) -> tuple[SpecConfig, list[str]]:
         return terms[0], tokens
     # Each drafter may draft as many tokens as are asked for in all.
     below = tuple(replace(term, num_draft_tokens=MAX_DRAFT_TOKENS) for term in terms)
-    return SpecConfig(WRITTEN["A + B"], below=below), tokens
+    return SpecConfig("first", below=below), tokens
 
 
 def _atom(text: str) -> SpecConfig:
@@ -145,7 +142,7 @@ def _atom(text: str) -> SpecConfig:
     name, colon, model = text.partition(":")
     if name in registry.names("drafters") and (model or not colon):
         return SpecConfig(name, model or None)
-    return SpecConfig(WRITTEN["MODEL"], text)
+    return SpecConfig("draft_model", text)
 
 
 @dataclass(frozen=True)

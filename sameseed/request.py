@@ -174,9 +174,7 @@ class Request:
     seed: int
     index: int = 0  # counts the completions of `n`
     prompt: str | None = None
-    tenant: str = (
-        ""  # whose data this is: what is kept of a tenant's texts serves no other one, unless that is asked for
-    )
+    tenant: str = ""  # whose data this is: what is kept of its texts serves no other, unless that is asked for
     owner: str = ""  # who sent it: if not all can run at once, owners get equal shares, however many requests each has
     speculation: Speculation | None = None
     score_prompt: bool = False  # return log-probabilities of the prompt's tokens too (with `params.logprobs`)

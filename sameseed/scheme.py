@@ -104,9 +104,7 @@ class Format:
     query_dtype: torch.dtype = torch.float32  # to which scaled queries are rounded
     options: frozenset[str] = frozenset()  # what a scheme may ask for: some of OPTIONS, and names of variants
     groups: tuple[int, ...] = ()  # tried in turn if a scheme asks for none; if none divides K, a row has one scale
-    nests: str | None = (
-        None  # activations for which a backend keeps a weight of fewer bits separately inside one of these
-    )
+    nests: str | None = None  # activations for which a backend keeps weights of fewer bits separately inside these
     scale_parts: tuple[str, ...] = ("scales",)  # the parts that multiply integers, in the order of a product
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
@@ -229,14 +227,6 @@ def get(name: str) -> Format:
 def own_args(groups: tuple[int, ...], width: int) -> QuantArgs:
     """The default QuantArgs of a format with these `groups` for rows of `width` values."""
     return QuantArgs(next((g for g in groups if width % g == 0), None))
-
-
-def weight_format(name: str) -> Format:
-    """The format of that name if it can store weights. Raises ConfigError otherwise."""
-    found = get(name)
-    if not found.weights:
-        raise found._no_weights()
-    return found
 
 
 def kv_format(name: str) -> Format:
@@ -389,7 +379,10 @@ class QuantScheme:
     variant: str | None = None
 
     def __post_init__(self) -> None:
-        options = frozenset({"activations"}) if self.weights == "auto" else weight_format(self.weights).options
+        own = None if self.weights == "auto" else get(self.weights)
+        if own is not None and not own.weights:
+            raise own._no_weights()
+        options = frozenset({"activations"}) if own is None else own.options
         if self.group is not None and ("group" not in options or self.group not in (CHANNEL, *GROUPS)):
             asked = "scales per output alone (-channel)" if self.group == CHANNEL else f"groups of {self.group}"
             asked += f", only of {', '.join(map(str, GROUPS))}" if "group" in options and self.group != CHANNEL else ""
@@ -397,8 +390,8 @@ class QuantScheme:
         if not self.symmetric and "asymmetric" not in options:
             raise ConfigError(f"format {self.weights!r} has no zero points; leave out -asym, or take w4a8 or w4a16")
         if self.variant is not None and self.variant not in options:
-            own = ", ".join(f"-{v}" for v in sorted(options - OPTIONS)) or "none"
-            raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {own}")
+            known = ", ".join(f"-{v}" for v in sorted(options - OPTIONS)) or "none"
+            raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {known}")
         needed = {None: None, "int8": "activations"}.get(self.activations, f"activations-{self.activations}")
         if needed is not None and needed not in options:
             raise ConfigError(
@@ -442,7 +435,7 @@ class QuantScheme:
             )
         weights, activations = PRESETS.get(base, (base, None))
         if found["a8"]:
-            activations = "fp8" if "activations-fp8" in weight_format(weights).options else "int8"
+            activations = "fp8" if "activations-fp8" in get(weights).options else "int8"
         group = CHANNEL if found["channel"] else None if found["group"] is None else int(found["group"])
         return cls(weights, group, found["asymmetric"] is None, activations, variant=found["variant"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from datetime import date, datetime, time
 from functools import cached_property
@@ -57,10 +58,6 @@ class Tokenizer(habits.Hinted):
         spelled = [f"<0x{b:{form}}>" for b in range(256) for form in ("02X", "02x")] if falls_back else []
         found = {backend.token_to_id(piece): bytes([int(piece[3:5], 16)]) for piece in spelled}
         self.byte_tokens = {t: byte for t, byte in found.items() if t is not None}  # tokens that stand for one byte
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State for another process, which compiles the templates again."""
-        return vars(self) | {"_compiled": {}}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -340,10 +337,12 @@ def _beyond(known: str, text: str) -> str:
     return text[len(known) if text.startswith(known) else shared(known, text) :]
 
 
-def shared(one: str, other: str) -> int:
-    """The length of what two texts have in common at their beginning."""
-    differs = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
+def shared(one: Seq[Any], other: Seq[Any]) -> int:
+    """The length of what two texts, or lists of tokens, have in common at their beginning."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return bisect_left(range(1, most + 1), True, key=lambda length: one[:length] != other[:length])
 
 
 def _add_tokens(backend: HFTokenizer, files: TokenizerFiles) -> None:

@@ -171,7 +171,7 @@ class Tuned:
 
     @classmethod
     def read(cls, path: str | Path) -> Tuned:
-        """Read a profile. Raises ConfigError for a file that is no profile, or has another schema."""
+        """Read a profile. Raises ConfigError for a file that is no profile, or has another schema, with the key."""
         path = Path(path).expanduser()
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -185,11 +185,7 @@ class Tuned:
                 f"profile {path} has schema {schema!r}, this version reads {TUNED_SCHEMA!r}; tune again (a cost "
                 "profile, written by `sameseed profile`, is for --cost)"
             )
-        return cls.from_dict(table, f"profile {path}")
-
-    @classmethod
-    def from_dict(cls, table: dict[str, Any], where: str = "profile") -> Tuned:
-        """A profile from plain data, as read from TOML. Raises ConfigError with the key."""
+        where = f"profile {path}"
         for name in ("predicted", "measured", "quality"):
             rows = table.get(name, {})
             table[name] = {key: fields.parse(TunedFigure, row, f"{where}: {name}.{key}") for key, row in rows.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sameseed import ops, registry, store
-from sameseed.config import OWNS, WRITTEN, EngineConfig, SpecConfig
+from sameseed.config import OWNS, EngineConfig, SpecConfig
 from sameseed.cost.draft_format import chosen_scheme
 from sameseed.cost.said import SaidTokens, is_counted, settled
 from sameseed.engine.calibrate import measure_rounds
@@ -301,7 +301,7 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
         raise ConfigError(f"drafter {spec.method!r} needs a draft {one}")
     own = resolve_model(name)
     usual = drafter_for(own)
-    alone = {spec.method, usual} & {WRITTEN[kind] for kind in ("HEAD", "BLOCK", "ASSISTANT", "MTP")}
+    alone = {spec.method, usual} & {"eagle", "block", "assistant", "mtp"}
     if OWNS[usual] != cls.owns or (spec.method in OWNS and spec.method != usual and alone):
         raise ConfigError(
             f"drafter {spec.method!r} cannot draft with {name}, which is for drafter {usual!r}; write --draft {name}, "

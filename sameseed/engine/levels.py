@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sameseed import ops, registry
-from sameseed.config import WRITTEN, SpecConfig
+from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import model_text
 from sameseed.models.head_config import is_block, is_head
@@ -122,20 +122,20 @@ def resolve(spec: SpecConfig) -> Level:
 
     Raises as `Level.of`, and ModelLoadError for a model that does not exist.
     """
-    return Level.of(spec.with_each(_recognized))
 
+    def recognized(spec: SpecConfig) -> SpecConfig:
+        if spec.model is None or spec.method != "draft_model":
+            return spec
+        return replace(spec, method=drafter_for(resolve_model(str(spec.model))))
 
-def _recognized(spec: SpecConfig) -> SpecConfig:
-    if spec.model is None or spec.method != WRITTEN["MODEL"]:
-        return spec
-    return replace(spec, method=drafter_for(resolve_model(str(spec.model))))
+    return Level.of(spec.with_each(recognized))
 
 
 def drafter_for(folder: Path) -> str:
     """The name of the drafter for the head or the draft model in `folder`."""
     if is_head(folder):
-        return WRITTEN["BLOCK" if is_block(folder) else "HEAD"]
-    return WRITTEN[model_text(folder)]
+        return "block" if is_block(folder) else "eagle"
+    return model_text(folder)
 
 
 def drafter_class(spec: SpecConfig) -> type[Drafter]:

@@ -109,24 +109,19 @@ def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> in
     least = count or longest
     most = (room - weights - passing) // block if block else longest * seqs
     if most < least:
-        asked = _asked(config, max_len, demands, weights, least * block)
+        formats = " and ".join(dict.fromkeys(str(d.quant) for d in demands))
+        formats += " and recurrent states" if any(d.states for d in demands) else ""
+        cache = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
         remedies = ", or ".join(_remedies(config, demands, weights > least * block, most))
         raise ConfigError(
-            f"{asked}, a pass {passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken{of_what}: {remedies}"
+            f"weights in {formats} take {weights / GIB:.1f} GiB, {cache} {least * block / GIB:.1f} GiB, a pass "
+            f"{passing / GIB:.1f} GiB, and {room / GIB:.1f} GiB may be taken{of_what}: {remedies}"
         )
     if count is not None:
         return count
     if config.device != "cpu":
         return min(most, longest * seqs)
     return min(most, max(longest, min(longest * seqs, int((room - weights) * CACHE_SHARE / block))))
-
-
-def _asked(config: EngineConfig, max_len: int, demands: list[Demand], weights: int, cache: int) -> str:
-    """Text for errors: what weights and a cache of `cache` bytes take."""
-    formats, count = " and ".join(dict.fromkeys(str(d.quant) for d in demands)), config.cache.num_blocks
-    what = f"the cache of one request of {max_len} tokens" if count is None else f"{count} blocks of cache"
-    formats += " and recurrent states" if any(d.states for d in demands) else ""
-    return f"weights in {formats} take {weights / GIB:.1f} GiB, {what} {cache / GIB:.1f} GiB"
 
 
 def _remedies(config: EngineConfig, demands: list[Demand], heavy: bool, most: int) -> list[str]:

@@ -13,6 +13,10 @@ from sameseed.spec.drafter import Drafter
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+# Settings of the draft and of the cache, and the fields that they set.
+OF_SPEC = {"draft_options": "options", "draft_format": "format"}
+OF_SPEC |= {name: name for name in ("num_draft_tokens", "confidence", "policy", "overlap")}
+OF_CACHE = {"kv_format": "format", **{name: name for name in ("block_size", "num_blocks", "prefix_cache")}}
 DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
 
 
@@ -66,9 +70,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
     """
     fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # errors may suggest `model` or `draft` too
     spec = _spec_of(draft)
-    own = ("num_draft_tokens", "confidence", "policy", "overlap")
-    names = {"draft_options": "options", "draft_format": "format", **{name: name for name in own}}
-    given: dict[str, Any] = {names[k]: v for k, v in settings.items() if k in names and v is not None}
+    given: dict[str, Any] = {OF_SPEC[k]: v for k, v in settings.items() if k in OF_SPEC and v is not None}
     if given.get("policy") == "auto" or ("policy" not in given and not isinstance(draft, SpecConfig)):
         given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
     if given.get("policy") in ENDING:
@@ -79,9 +81,8 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
         given["options"] = {**spec.options, **chosen}
     spec = dataclasses.replace(spec, below=below, **given)
     spec = _in_format(spec, given.get("format", "auto"))
-    cache_names = {"kv_format": "format", **{k: k for k in ("block_size", "num_blocks", "prefix_cache")}}
-    cache: dict[str, Any] = {cache_names[k]: v for k, v in settings.items() if k in cache_names}
-    rest: dict[str, Any] = {k: v for k, v in settings.items() if k not in names and k not in cache_names}
+    cache: dict[str, Any] = {OF_CACHE[k]: v for k, v in settings.items() if k in OF_CACHE}
+    rest: dict[str, Any] = {k: v for k, v in settings.items() if k not in OF_SPEC | OF_CACHE}
     return EngineConfig(spec=spec, cache=CacheConfig(**cache), **rest)
 
 

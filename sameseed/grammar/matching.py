@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
 from sameseed.grammar import Allowance, Vocabulary
+from sameseed.tokenizer import shared
 
 TRIED = 96  # tokens of the trial text: a grammar that cannot write so many in time is refused
 _PLACE = re.compile(r"^\[[\d:]+\] \S+\.(?:cc|h):\d+: ")
@@ -167,12 +168,12 @@ class Matched:
         """See `Grammar`; none after text without a match. Raises RequestError if the time limit is used up."""
         with self._allowance:
             wanted, held = [*output, *path], self._held
-            shared = _shared(held, wanted)
-            if shared < len(held):
-                self._matcher.rollback(len(held) - shared)
-                del held[shared:]
+            same = shared(held, wanted)
+            if same < len(held):
+                self._matcher.rollback(len(held) - same)
+                del held[same:]
                 self._mask = None
-            for token in wanted[shared:]:
+            for token in wanted[same:]:
                 if token in self._ends:  # after an end token: end tokens, if the text may end there
                     mask = np.zeros(self._size, np.bool_)
                     mask[list(self._ends)] = self._matcher.is_completed()
@@ -191,17 +192,6 @@ class Matched:
 
     def another(self) -> Matched:
         return Matched(self._make, self._writable, self._ends)
-
-
-def _shared(held: list[int], wanted: list[int]) -> int:
-    """The length of the common prefix of two token lists, found by bisection with comparisons of slices."""
-    low, high = 0, min(len(held), len(wanted))
-    if held[:high] == wanted[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if held[low:middle] == wanted[low:middle] else (low, middle - 1)
-    return low
 
 
 @contextmanager

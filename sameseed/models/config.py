@@ -310,10 +310,10 @@ def is_assistant(folder: Path) -> bool:
 
 
 def model_text(folder: Path) -> str:
-    """What the model in a folder or file, which is no head, means as a draft (`sameseed.config.WRITTEN`)."""
+    """The drafter for the model in a folder or file, which is no head."""
     if is_parallel(folder) or is_assistant(folder):
-        return "PARALLEL" if is_parallel(folder) else "ASSISTANT"
-    return "MTP" if folder.is_file() and folder.match(MTP_BESIDE) else "MODEL"
+        return "parallel" if is_parallel(folder) else "assistant"
+    return "mtp" if folder.is_file() and folder.match(MTP_BESIDE) else "draft_model"
 
 
 def own_draft(model: str) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from sameseed.models.runner import ModelRunner, Output
+from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, Span, Trims
@@ -59,15 +59,16 @@ def decode_step(
     Appends the decided tokens to the sequences. The seconds of each stage are added to `times`, if given. `policy`, if
     given, may drop draft nodes before the pass. `ahead`: what the drafter does while the model's pass runs. `captured`
     false: the drafter gets no hidden states of the pass. `meanwhile` is called before the host waits for the pass.
-    Draft paths end where the sequence must end, and after a token that ends its text.
+    Draft paths end where the sequence must end, and after a token that ends its text. The time of drafting counts as
+    time of the pass if the host reads the draft after it.
     """
     clock = time.perf_counter
     start = clock()
     eos = runner.model.config.eos_token_ids
     asked = [0 if seq.num_scripted else k for seq, k in zip(seqs, num_draft, strict=True)]
-    proposed = _propose(drafter, seqs, asked)
-    unread = _unread(proposed, runner, seqs, policy, ahead)
     own = Draft.empty(len(seqs))  # until the pass, if it is not read before
+    proposed = _guarded(lambda: drafter.propose(seqs, asked), len(seqs)) if any(asked) else own
+    unread = _unread(proposed, runner, seqs, policy, ahead)
     if unread is None:
         own = _guarded(proposed.read, len(seqs))
         if any(asked):
@@ -79,11 +80,12 @@ def decode_step(
         draft = _with_scripts(own, seqs, num_draft)
     drafted = clock()
     with ahead.beside(drafter, seqs, own, asked) as end_ahead:
-        if unread is None:
-            out = runner.forward(seqs, draft, num_pending, captured, drawer, meanwhile)
-        else:
-            own, out = _check_unread(runner, unread, seqs, num_pending, asked, captured, meanwhile)
-            draft = own
+        nodes = draft if unread is None else unread.nodes
+        out = runner.forward(seqs, nodes, num_pending, captured, drawer, meanwhile)
+        if unread is not None:  # its tokens are read together with the pass's choices: the host waits once
+            numbers, out = out.read_with(unread.drawn.numbers)
+            own = draft = _guarded(lambda: _useful(unread.settle(numbers), seqs, asked, eos), len(seqs))
+            out = out.narrowed(unread.counts, own.counts)
         end_ahead()
         checked = clock()
         result = verify(draft, out.logits, seqs, out.wants_logits, eos, out.choices)
@@ -99,13 +101,6 @@ def decode_step(
         times.target += checked - drafted
         times.verify += verified - checked
     return draft, result
-
-
-def _propose(drafter: Drafter, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
-    """The drafter's draft; empty if nothing is asked for, or if the drafter fails."""
-    if not any(num_draft):
-        return Draft.empty(len(seqs))
-    return _guarded(lambda: drafter.propose(seqs, num_draft), len(seqs))
 
 
 def _guarded(make: Callable[[], Made], num_seqs: int) -> Made | Draft:
@@ -133,27 +128,6 @@ def _unread(
         return None
     looks = (policy is not None and policy.trims) or any(seq.num_scripted for seq in seqs)
     return None if looks else draft
-
-
-def _check_unread(
-    runner: ModelRunner,
-    draft: LateDraft,
-    seqs: Seq[Sequence],
-    num_pending: Seq[int],
-    num_draft: Seq[int],
-    captured: bool,
-    meanwhile: Callable[[], None],
-) -> tuple[Draft, Output]:
-    """The pass over an unread draft, whose tokens are read together with the pass's choices: the host waits once.
-
-    Returns the draft without useless nodes (`_useful`), and the output for its nodes. The time of drafting counts as
-    time of the pass.
-    """
-    eos = runner.model.config.eos_token_ids
-    out = runner.forward(seqs, draft.nodes, num_pending, captured, drawer, meanwhile)
-    numbers, out = out.read_with(draft.drawn.numbers)
-    own = _guarded(lambda: _useful(draft.settle(numbers), seqs, num_draft, eos), len(seqs))
-    return own, out.narrowed(draft.counts, own.counts)
 
 
 def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:

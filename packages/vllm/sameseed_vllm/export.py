@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sameseed.config import WRITTEN, SpecConfig, parse_draft
+from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.draft_format import draft_scheme
@@ -106,7 +106,7 @@ def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> Spe
             f"--draft-format {form}: a draft is read as stored; write it first: sameseed quantize "
             f"{kept.model} --scheme {form} --out DIR"
         )
-    return SpecConfig(WRITTEN["MODEL"], kept.model) if kept.below else kept
+    return SpecConfig("draft_model", kept.model) if kept.below else kept
 
 
 def _kind(spec: SpecConfig) -> str:

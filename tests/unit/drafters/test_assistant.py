@@ -123,7 +123,7 @@ def test_a_file_beside_its_target_drafts_by_default(folders, tmp_path):
     target = write_gguf(tmp_path / "m.gguf", raw, tensors, arch="gemma4", keys=TARGET_KEYS)
     beside = as_gguf(folders[1], tmp_path / "mtp-m.gguf")
     spec = draft_choice("auto", str(target))
-    assert spec == parse_draft(str(beside)) and model_text(beside) == "ASSISTANT"
+    assert spec == parse_draft(str(beside)) and model_text(beside) == "assistant"
     lawkit.write_model(tmp_path / "other", **{**TARGET, "hidden_size": 48})
     tensors, raw = load_file(tmp_path / "other" / "model.safetensors"), {**raw, "hidden_size": 48}
     write_gguf(target, raw, tensors, arch="gemma4", keys=TARGET_KEYS)
