@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality import compare, show, suite
 from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.show import Variant
-from sameseed.measure.quality.suite import PerplexityText
-from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.tasks import EvalSettings
 from sameseed.measure.workload import DEFAULT_PROMPTS, stored
 from sameseed.report import record
 
+# Flags that are fields of EvalSettings by the same name.
+SAME = tuple(f.name for f in fields(EvalSettings) if f.name != "tasks")
 SPECULATION = ("draft_options", "draft_format", "confidence", "policy", "overlap")  # of a draft, besides its length
 KINDS = ("warnings", "notes")  # what a comparison says of a variant
 OF_VARIANTS = ("draft", "num_draft_tokens", "format", "kv_format", *SPECULATION)  # not shared by a comparison's engines
@@ -38,22 +39,20 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     args, engine = parsed.args, parsed.engine
     if args.name is not None and args.compare:
         raise ConfigError("give the models to --compare, and no other")
-    settings = TaskSettings(args.data, args.limit, args.chat, args.temperature, args.top_p, args.max_tokens, args.seed)
-    settings.params(1, ())  # a bad value fails here
-    text = suite.PerplexityText(args.text, args.window, args.stride, args.tokens)
+    asked = EvalSettings(words(args.tasks), **{name: getattr(args, name) for name in SAME})
     out = record.destination(args.out, "eval")
     if args.compare:
-        return _compare(args, _comparing(args, engine, settings, text), out)
+        return _compare(args, _comparing(args, engine, asked), out)
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
-    model, tasks = args.name or engine.model, words(args.tasks)
-    suite.check(tasks, settings, text)
+    model = args.name or engine.model
+    suite.check(asked)
     llm = load_llm(model, draft_choice(args.draft, model), quiet=args.json, **engine.settings)
     variant = Variant(model, llm.config.format, llm.config.cache.format)
     with stages("evaluating", args.json) as tick:
-        quality = suite.evaluate(llm, tasks, settings, text, tick)
+        quality = suite.evaluate(llm, asked, tick)
     config = stored(llm.engine.runner.model, llm.config.format, llm.engine.runner.cache.format)
-    found = show.make_record(variant, tasks, settings, text, quality, config)
+    found = show.make_record(variant, asked, quality, config)
     keep([found], out, args.json)
     if not args.json:
         show_table(show.quality(found))
@@ -61,7 +60,7 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     return 0
 
 
-def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, text: PerplexityText) -> Comparing:
+def _comparing(args: EvalArgs, engine: EngineChoice, asked: EvalSettings) -> Comparing:
     """The settings of a comparison of variants. Raises ConfigError."""
     if engine.settings.get("format", "auto") != "auto" or engine.settings.get("kv_format", "auto") != "auto":
         raise ConfigError("with --compare each variant names its formats: MODEL@FORMAT@KVFORMAT")
@@ -69,9 +68,7 @@ def _comparing(args: EvalArgs, engine: EngineChoice, settings: TaskSettings, tex
     if args.draft == "none":
         raise ConfigError("a comparison measures acceptance: give a draft, or leave --draft out")
     return compare.Comparing(
-        tasks=words(args.tasks),
-        settings=settings,
-        text=text if text.tokens is not None else replace(text, tokens=compare.COMPARE_TOKENS),
+        quality=asked if asked.tokens is not None else replace(asked, tokens=compare.COMPARE_TOKENS),
         draft=None if args.draft == "auto" else draft_choice(args.draft, Variant.parse(args.compare[0]).model),
         num_draft_tokens=engine.settings["num_draft_tokens"],
         speculation={name: engine.settings[name] for name in SPECULATION},
@@ -87,7 +84,7 @@ def _compare(args: EvalArgs, asked: Comparing, out: Path | None) -> int:
     done = list[dict[str, Any]]()
 
     def keep_quality(variant: Any, quality: Any) -> None:
-        done.append(show.make_record(variant, asked.tasks, asked.settings, asked.text, quality, {}))
+        done.append(show.make_record(variant, asked.quality, quality, {}))
         keep(done[-1:], out, as_json=False)  # at once: the next step may be killed
 
     with stages("evaluating", args.json) as tick:

@@ -28,8 +28,8 @@ from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality import suite
 from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
 from sameseed.measure.quality.show import Variant, make_record
-from sameseed.measure.quality.suite import PerplexityText, Quality
-from sameseed.measure.quality.tasks import Report, TaskSettings, counter, silent
+from sameseed.measure.quality.suite import Quality
+from sameseed.measure.quality.tasks import EvalSettings, Report, counter, silent
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts, stored
 from sameseed.memory import available_memory
 from sameseed.models.config import EMBEDDED
@@ -55,9 +55,7 @@ class Comparing:
     policy.
     """
 
-    tasks: tuple[str, ...] = (suite.PERPLEXITY,)
-    settings: TaskSettings = field(default_factory=TaskSettings)
-    text: PerplexityText = field(default_factory=lambda: PerplexityText(tokens=COMPARE_TOKENS))
+    quality: EvalSettings = field(default_factory=lambda: EvalSettings(tokens=COMPARE_TOKENS))
     draft: str | SpecConfig | None = None
     num_draft_tokens: int = 4
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +95,7 @@ def report(
     asked = asked or Comparing()
     if len(parsed) < 1 or len(set(parsed)) < len(parsed):
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
-    suite.check(asked.tasks, asked.settings, asked.text)
+    suite.check(asked.quality)
     prompts, spec, base = read_prompts(asked.prompts, asked.num_prompts), draft_spec(parsed[0], asked), parsed[0]
 
     def each(of: Iterable[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
@@ -119,9 +117,7 @@ def report(
     def quality_of(v: Variant) -> Quality:
         llm = LLM(v.model, **{**asked.engine, **v.settings})
         try:
-            found = suite.evaluate(
-                llm, asked.tasks, asked.settings, asked.text, lambda s, d, t: progress(f"{v.label}: {s}", d, t)
-            )
+            found = suite.evaluate(llm, asked.quality, lambda s, d, t: progress(f"{v.label}: {s}", d, t))
         finally:
             del llm
             gc.collect()
@@ -143,7 +139,7 @@ def report(
         gc.collect()  # what was loaded before
         benches = {v: _load(v, spec, prompts, asked) for v in group}
         runs = interleave(list(benches.values()), asked.repeat, lambda label: tick())
-        return {v: _figures(b, runs, asked.settings.seed) for v, (b, _) in benches.items()}
+        return {v: _figures(b, runs, asked.quality.seed) for v, (b, _) in benches.items()}
 
     speeds = dict[Variant, Measured]()
     if _fit_together(qualities, asked):
@@ -176,10 +172,10 @@ def report(
             "as_draft": drafted,
             "notes": notes,
         }
-        made = make_record(v, asked.tasks, asked.settings, asked.text, qualities[v], {**config, **shared}, comparison)
+        made = make_record(v, asked.quality, qualities[v], {**config, **shared}, comparison)
         records.append({**made, "run": run_id})
     done = [qualities[v] for v in speeds]
-    _judge(list(speeds), records, done, asked.settings.seed)
+    _judge(list(speeds), records, done, asked.quality.seed)
     return Comparison(records, done, {v.label: reason for v, reason in failed.items()})
 
 
@@ -280,7 +276,7 @@ def as_draft(
         for model in (baseline.model, variant.model):  # their paths may be private
             why = why.replace(model, record.model_name(model))
         return None, why
-    return _acceptance(run, asked.settings.seed), None
+    return _acceptance(run, asked.quality.seed), None
 
 
 def _judge(variants: list[Variant], records: list[dict[str, Any]], qualities: list[Quality], seed: int) -> None:

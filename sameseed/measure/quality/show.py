@@ -11,8 +11,8 @@ from rich.table import Table
 
 from sameseed import scheme, store
 from sameseed.errors import ConfigError
-from sameseed.measure.quality.suite import PerplexityText, Quality
-from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.suite import Quality
+from sameseed.measure.quality.tasks import EvalSettings
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
 from sameseed.report.plot import Panel, Series, draw, source
@@ -64,11 +64,12 @@ class Variant:
         return sum(f.stat().st_size for f in files)
 
 
+ANSWERS = ("limit", "chat", "temperature", "top_p", "max_tokens", "seed", "window", "stride")  # settings in a record
+
+
 def make_record(
     variant: Variant,
-    tasks: Seq[str],
-    settings: TaskSettings,
-    text: PerplexityText,
+    asked: EvalSettings,
     quality: Quality,
     config: Mapping[str, Any],
     comparison: Mapping[str, Any] | None = None,
@@ -83,14 +84,12 @@ def make_record(
             "model_digest": store.weights_key(resolve_model(variant.model)),
             "asked_format": variant.format,
             "asked_kv_format": variant.kv_format,
-            "tasks": list(tasks),
-            **{name: value for name, value in vars(settings).items() if name != "data"},
-            "window": text.window,
-            "stride": text.stride,
-            "text_tokens": text.tokens,
+            "tasks": list(asked.tasks),
+            **{name: getattr(asked, name) for name in ANSWERS},
+            "text_tokens": asked.tokens,
             **config,
         },
-        **quality.as_dict(settings.seed),
+        **quality.as_dict(asked.seed),
         "comparison": comparison,
     }
 

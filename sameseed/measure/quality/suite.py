@@ -22,11 +22,10 @@ from typing import Any
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, nearest
-from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.quality import data
 from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, MMLU_PRO, MMLU_PRO_SHOTS, Row
-from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Perplexity, estimate, perplexity
-from sameseed.measure.quality.tasks import Report, TaskResult, TaskSettings, humaneval, silent
+from sameseed.measure.quality.perplexity import Perplexity, estimate, perplexity
+from sameseed.measure.quality.tasks import PERPLEXITY, EvalSettings, Report, TaskResult, humaneval, silent
 
 HARNESS = ("gsm8k", "mmlu_pro")
 SHOTS = 5
@@ -36,7 +35,7 @@ INVALID = "[invalid]"  # the harness's mark for an answer from which no result c
 Splits = dict[str, list[Row]]
 
 
-def read_rows(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...]]:
+def read_rows(name: str, settings: EvalSettings) -> tuple[Splits, tuple[str, ...]]:
     """The rows of a task by the harness's name of their split, and notes for the result.
 
     Raises ConfigError for missing or invalid data, or if the harness is not installed.
@@ -61,7 +60,7 @@ def read_rows(name: str, settings: TaskSettings) -> tuple[Splits, tuple[str, ...
     return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
 
 
-def run_harness(llm: LLM, name: str, settings: TaskSettings, report: Report = silent) -> TaskResult:
+def run_harness(llm: LLM, name: str, settings: EvalSettings, report: Report = silent) -> TaskResult:
     """Run a task on a loaded model. Raises ConfigError as `read_rows` does."""
     splits, notes = read_rows(name, settings)
     import datasets
@@ -142,31 +141,8 @@ def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> 
     return TaskResult(name, "accuracy", scores, extra, notes, answers)
 
 
-PERPLEXITY = "perplexity"
 TASKS = ("humaneval", *HARNESS)
 NAMES = (PERPLEXITY, *TASKS)
-
-
-@dataclass(frozen=True)
-class PerplexityText:
-    """The text for perplexity (`file`; None: the WikiText-2 test set), its window and stride, and the most tokens."""
-
-    file: Path | None = None
-    window: int = within(WINDOW, 2)
-    stride: int = within(STRIDE, 1)
-    tokens: int | None = within(None, 2)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, flag)
-
-    def read(self, folder: Path | None) -> tuple[str, str]:
-        """The text and its name. Raises ConfigError."""
-        if self.file is None:
-            return data.wikitext(folder)
-        text = data.text_of(self.file)
-        if not text.strip():
-            raise ConfigError(f"{self.file} holds no text; name another with --text")
-        return text, self.file.name
 
 
 @dataclass(frozen=True)
@@ -196,49 +172,57 @@ class Quality:
         return found
 
 
-def check(tasks: Seq[str], settings: TaskSettings, text: PerplexityText) -> None:
+def check(asked: EvalSettings) -> None:
     """Raise ConfigError for anything that would fail later: no task, an unknown task, missing or invalid data."""
-    for name in tasks:
+    for name in asked.tasks:
         if name not in NAMES:
             raise ConfigError(f"no task {name!r}{nearest(name, NAMES)} (there are: {', '.join(NAMES)})")
         if name == PERPLEXITY:
-            text.read(settings.data)
+            _text(asked)
         elif name == "humaneval":
-            data.rows(data.HUMANEVAL, settings.data)
+            data.rows(data.HUMANEVAL, asked.data)
         else:
-            read_rows(name, settings)
-    if not tasks:
+            read_rows(name, asked)
+    if not asked.tasks:
         raise ConfigError(f"no tasks; give one or more of {', '.join(NAMES)}")
 
 
-def evaluate(
-    llm: LLM, tasks: Seq[str], settings: TaskSettings, text: PerplexityText, report: Report = silent
-) -> Quality:
-    """Run the named tasks, perplexity first. Raises ConfigError as `check` does."""
-    check(tasks, settings, text)
+def _text(asked: EvalSettings) -> tuple[str, str]:
+    """The text for perplexity and its name. Raises ConfigError."""
+    if asked.text is None:
+        return data.wikitext(asked.data)
+    text = data.text_of(asked.text)
+    if not text.strip():
+        raise ConfigError(f"{asked.text} holds no text; name another with --text")
+    return text, asked.text.name
+
+
+def evaluate(llm: LLM, asked: EvalSettings, report: Report = silent) -> Quality:
+    """Run the tasks, perplexity first. Raises ConfigError as `check` does."""
+    check(asked)
     found, name, notes = None, None, []
-    if PERPLEXITY in tasks:
-        content, name = text.read(settings.data)
-        found = perplexity(llm, content, text.window, text.stride, text.tokens, partial(report, PERPLEXITY))
+    if PERPLEXITY in asked.tasks:
+        content, name = _text(asked)
+        found = perplexity(llm, content, asked.window, asked.stride, asked.tokens, partial(report, PERPLEXITY))
         # Notes name every deviation from the published protocol.
-        if found.window < text.window:
+        if found.window < asked.window:
             notes.append(
-                f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {text.window})"
+                f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
             )
-        if found.stride < text.stride:
+        if found.stride < asked.stride:
             notes.append(
-                f"the stride is {found.stride}, so that each window overlaps the one before (asked: {text.stride})"
+                f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
             )
         if not found.whole:
             notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
-        if text.file is None and "<unk>" in content:
+        if asked.text is None and "<unk>" in content:
             notes.append(
                 "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between "
                 "models stand, absolute figures are not comparable with published ones"
             )
     results = [
-        humaneval(llm, settings, report) if task == "humaneval" else run_harness(llm, task, settings, report)
+        humaneval(llm, asked, report) if task == "humaneval" else run_harness(llm, task, asked, report)
         for task in TASKS
-        if task in tasks
+        if task in asked.tasks
     ]
     return Quality(found, name, tuple(results), tuple(notes))

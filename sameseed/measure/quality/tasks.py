@@ -16,7 +16,7 @@ from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.quality import data, sandbox
 from sameseed.measure.quality.data import HUMANEVAL, Row
-from sameseed.measure.quality.perplexity import Interval, estimate, mean_interval
+from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Interval, estimate, mean_interval
 from sameseed.request import MAX_SEED, SamplingParams
 
 Report = Callable[[str, int, int], None]  # stage, done, total
@@ -26,14 +26,20 @@ def silent(stage: str, done: int, total: int) -> None:
     """A progress report that does nothing."""
 
 
-@dataclass(frozen=True)
-class TaskSettings:
-    """Settings of all tasks: folder of the data (None: the hub), number of questions, how answers are generated.
+PERPLEXITY = "perplexity"
 
-    `chat`: put each prompt into the model's chat template, as one user message. `max_tokens` None: each task's own
-    limit. `seed`: of sampled answers and of the bootstrap intervals.
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What to measure: tasks with the folder of their data (None: the hub), and how answers are generated.
+
+    `limit`: number of questions of each task. `chat`: put each prompt into the model's chat template, as one user
+    message. `max_tokens` None: each task's own limit. `seed`: of sampled answers and of the bootstrap intervals.
+    `text`: the file for perplexity (None: the WikiText-2 test set); `tokens`: the most of its tokens. Raises
+    ConfigError for a number out of range.
     """
 
+    tasks: tuple[str, ...] = (PERPLEXITY,)
     data: Path | None = None
     limit: int | None = within(None, 1)
     chat: bool = False
@@ -41,9 +47,14 @@ class TaskSettings:
     top_p: float = 1.0
     max_tokens: int | None = None
     seed: int = 0
+    text: Path | None = None
+    window: int = within(WINDOW, 2)
+    stride: int = within(STRIDE, 1)
+    tokens: int | None = within(None, 2)
 
     def __post_init__(self) -> None:
         check_ranges(self, flag)
+        self.params(1, ())  # a bad value fails here, before any work
 
     def params(self, max_tokens: int, stop: tuple[str, ...]) -> SamplingParams:
         """Sampling parameters for a task with its own length limit `max_tokens` and stop strings `stop`."""
@@ -132,7 +143,7 @@ def score(
     return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], tick)
 
 
-def humaneval(llm: LLM, settings: TaskSettings, report: Report = silent) -> TaskResult:
+def humaneval(llm: LLM, settings: EvalSettings, report: Report = silent) -> TaskResult:
     """Generate and test a solution for each problem. Raises ConfigError for missing data."""
     problems = data.take(data.rows(HUMANEVAL, settings.data), settings.limit)
     params = settings.params(MAX_TOKENS, data.HUMANEVAL_STOP)

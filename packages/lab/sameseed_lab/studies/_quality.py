@@ -14,8 +14,8 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality import data
 from sameseed.measure.quality.perplexity import perplexity
 from sameseed.measure.quality.show import Variant, make_record
-from sameseed.measure.quality.suite import PERPLEXITY, PerplexityText, Quality
-from sameseed.measure.quality.tasks import TaskSettings, humaneval
+from sameseed.measure.quality.suite import Quality
+from sameseed.measure.quality.tasks import PERPLEXITY, EvalSettings, humaneval
 from sameseed.measure.usage import Meter
 from sameseed.measure.workload import stored
 from sameseed.models.loader import resolve_model
@@ -56,13 +56,13 @@ class QualityCell:
         return [self._one(llm, model, setup, t) for t in ((0.0, SAMPLED) if self.task == HUMANEVAL else (0.0,))]
 
     def _one(self, llm: LLM, model: str, setup: StudySetup, temperature: float) -> dict[str, Any]:
-        asked = TaskSettings(
-            setup.data, setup.problems or setup.num_prompts, False, temperature, 0.95 if temperature else 1.0
+        limit, top_p = setup.problems or setup.num_prompts, 0.95 if temperature else 1.0
+        asked = EvalSettings(
+            (self.task,), setup.data, limit, temperature=temperature, top_p=top_p, tokens=setup.text_tokens
         )
-        text, meter = PerplexityText(tokens=setup.text_tokens), Meter()
-        report = partial(setup.progress, self.name)
+        meter, report = Meter(), partial(setup.progress, self.name)
         if self.task == PERPLEXITY:
-            read = perplexity(llm, setup.text(), text.window, text.stride, text.tokens, report)
+            read = perplexity(llm, setup.text(), asked.window, asked.stride, asked.tokens, report)
             quality, num_tokens = Quality(read, setup.prompts_name, ()), read.tokens
         else:
             answers = humaneval(llm, asked, lambda stage, done, total: report(done, total))
@@ -70,7 +70,7 @@ class QualityCell:
             num_tokens = sum(len(llm.tokenizer.encode(a, add_special_tokens=False)) for a in answers.answers)
         runner = llm.engine.runner
         config = stored(runner.model, llm.config.format, runner.cache.format)
-        made = make_record(Variant(model, self.format), [self.task], asked, text, quality, config)
+        made = make_record(Variant(model, self.format), asked, quality, config)
         return {**made, "usage": meter.read().as_dict(max(1, num_tokens))}
 
 

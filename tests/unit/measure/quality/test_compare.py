@@ -11,8 +11,7 @@ from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure.quality import compare, show
 from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.show import Variant
-from sameseed.measure.quality.suite import PerplexityText
-from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.tasks import EvalSettings
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +24,9 @@ def prompts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def asked(pair_folders, data_folder, prompts):
     return Comparing(
-        tasks=("perplexity", "humaneval"),
-        settings=TaskSettings(data_folder, limit=2, seed=1, max_tokens=8),
-        text=PerplexityText(window=64, stride=32, tokens=400),
+        EvalSettings(
+            ("perplexity", "humaneval"), data_folder, limit=2, seed=1, max_tokens=8, window=64, stride=32, tokens=400
+        ),
         draft=str(pair_folders[1]),
         num_draft_tokens=3,
         prompts=prompts,
@@ -72,7 +71,7 @@ def test_one_that_fails_while_it_is_timed_is_named_and_the_others_are_measured_a
         return right(benches, *more)
 
     monkeypatch.setattr(compare, "interleave", failing)
-    asked = replace(asked, tasks=("perplexity",), repeat=1)
+    asked = replace(asked, quality=replace(asked.quality, tasks=("perplexity",)), repeat=1)
     found = compare.report([target, f"{target}@nf4", f"{target}@auto@int8"], asked)
     assert found.failed == {"target nf4": "no room"} and loaded == [3, 1, 1, 1]
     assert [r["config"]["kv_format"] for r in found.records] == ["fp32", "int8"]
@@ -86,14 +85,16 @@ def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders, asked
         assert compare.drafts_for_itself(Variant(model, target), spec) is itself
         assert not compare.drafts_for_itself(Variant(other, target), spec)
     assert not compare.drafts_for_itself(Variant(model), SpecConfig("ngram"))
-    found = compare.report([model, other], replace(asked, tasks=("perplexity",), repeat=1))
+    found = compare.report(
+        [model, other], replace(asked, quality=replace(asked.quality, tasks=("perplexity",)), repeat=1)
+    )
     assert [bool(r["comparison"]["notes"]) for r in found.records] == [False, True]
 
 
 def test_settings_out_of_range_name_their_flag():
-    for make, says in ((lambda: PerplexityText(tokens=1), "--tokens"), (lambda: TaskSettings(limit=0), "--limit")):
-        with pytest.raises(ConfigError, match=f"^{says} must be at least"):
-            make()
+    for name in ("tokens", "limit", "window", "stride"):
+        with pytest.raises(ConfigError, match=f"^--{name} must be at least"):
+            EvalSettings(**{name: 0})
 
 
 def acceptance(rate):
@@ -133,7 +134,7 @@ def test_a_model_that_overflows_is_said_and_its_record_is_json(found, asked, val
     broken = replace(quality, perplexity=replace(quality.perplexity, nll=np.full(99, value, np.float32)))
     its = changed(found, 1, perplexity_ratio={"value": None, "interval": None})
     variant = Variant("embedded", "nf4")
-    made = show.make_record(variant, asked.tasks, asked.settings, asked.text, broken, its["config"], its["comparison"])
+    made = show.make_record(variant, asked.quality, broken, its["config"], its["comparison"])
     assert any("not finite" in line for line in compare.warnings(made, found.records[0], 1.0))
     lines = [found.records[0], made]
     assert json.loads(json.dumps(made, allow_nan=False))["perplexity"]["value"] is None
@@ -170,7 +171,7 @@ def test_bad_choices_fail_before_any_work(pair_folders, asked, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere"):
         compare.report([target, "nowhere/at/all"], asked)
     with pytest.raises(ConfigError, match="no task"):
-        compare.report([target], replace(asked, tasks=("perplexitty",)))
+        compare.report([target], replace(asked, quality=replace(asked.quality, tasks=("perplexitty",))))
     with pytest.raises(ConfigError, match="acceptance"):
         compare.report([target], replace(asked, draft="none"))
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from fixtures_models import SHARED, need
@@ -10,7 +11,7 @@ from sameseed import LLM
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import data, suite, tasks
 from sameseed.measure.quality.data import GSM8K, HUMANEVAL, TEXT
-from sameseed.measure.quality.tasks import TaskSettings
+from sameseed.measure.quality.tasks import EvalSettings
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_humaneval_itself(limit):
 def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
     answers = {f'Add {n} to x.\n    """\n': f"    return x + {n}\n" for n in (0, 2, 4)}
     answering(monkeypatch, tasks, answers | {'Add 1 to x.\n    """\n': "    return x + 7\n"})
-    result = tasks.humaneval(llm, TaskSettings(data_folder))
+    result = tasks.humaneval(llm, EvalSettings(data=data_folder))
     assert result.scores == (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert result.extra["errors"]["AssertionError"] == 3
 
@@ -88,7 +89,7 @@ def harness_answers(monkeypatch, answers):
 def test_gsm8k_scores_and_leaves_its_examples_out(harness, llm, data_folder, monkeypatch):
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
     asked = harness_answers(monkeypatch, answers)
-    result = suite.run_harness(llm, "gsm8k", TaskSettings(data_folder))
+    result = suite.run_harness(llm, "gsm8k", EvalSettings(data=data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
     assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
@@ -100,14 +101,14 @@ def test_gsm8k_takes_the_training_set_for_examples(harness, llm, data_folder, tm
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
     asked = harness_answers(monkeypatch, {})
-    result = suite.run_harness(llm, "gsm8k", TaskSettings(tmp_path, limit=4))
+    result = suite.run_harness(llm, "gsm8k", EvalSettings(data=tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
 
 def test_a_short_context_cuts_the_beginning(harness, pair_folders, data_folder, monkeypatch):
     asked = harness_answers(monkeypatch, {})
-    result = suite.run_harness(LLM(str(pair_folders[0])), "gsm8k", TaskSettings(data_folder, limit=3))
+    result = suite.run_harness(LLM(str(pair_folders[0])), "gsm8k", EvalSettings(data=data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
@@ -115,7 +116,7 @@ def test_a_short_context_cuts_the_beginning(harness, pair_folders, data_folder, 
 def test_mmlu_pro_asks_after_examples_of_its_subject(harness, llm, data_folder, monkeypatch):
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
     asked = harness_answers(monkeypatch, answers)
-    result = suite.run_harness(llm, "mmlu_pro", TaskSettings(data_folder))
+    result = suite.run_harness(llm, "mmlu_pro", EvalSettings(data=data_folder))
     assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # the questions of law, then those of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
@@ -131,7 +132,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness, data_folder, tmp_path, l
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        suite.read_rows("mmlu_pro", TaskSettings(tmp_path))
+        suite.read_rows("mmlu_pro", EvalSettings(data=tmp_path))
 
 
 def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, tmp_path):
@@ -139,27 +140,25 @@ def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, 
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
     with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        suite.run_harness(llm, "mmlu_pro", TaskSettings(tmp_path))
+        suite.run_harness(llm, "mmlu_pro", EvalSettings(data=tmp_path))
 
 
 def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
     monkeypatch.setattr("sameseed.measure.quality.suite.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
-        suite.check(["gsm8k"], TaskSettings(data_folder), suite.PerplexityText())
+        suite.check(EvalSettings(("gsm8k",), data_folder))
 
 
 def test_all_tasks_run_on_a_model_and_report(harness, llm, data_folder):
     seen = {}
-    settings = TaskSettings(data_folder, limit=2, max_tokens=12, chat=True, temperature=0.7, seed=3)
-    found = suite.evaluate(
-        llm, suite.NAMES, settings, suite.PerplexityText(window=64, stride=32), lambda s, d, t: seen.update({s: d})
-    )
+    asked = EvalSettings(suite.NAMES, data_folder, 2, True, 0.7, max_tokens=12, seed=3, window=64, stride=32)
+    found = suite.evaluate(llm, asked, lambda s, d, t: seen.update({s: d}))
     assert [r.task for r in found.results] == [*suite.TASKS]
     assert found.perplexity is not None and found.perplexity.perplexity > 1
     assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
     assert json.loads(json.dumps(found.as_dict(0)))["tasks"][1]["num_questions"] == 2
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
-    again = suite.evaluate(llm, ["gsm8k"], settings, suite.PerplexityText())
+    again = suite.evaluate(llm, replace(asked, tasks=("gsm8k",)))
     assert again.results[0].answers == found.results[1].answers
 
 
@@ -174,9 +173,7 @@ def test_the_answer_to_a_question_does_not_depend_on_the_others(llm):
 
 def test_text_that_differs_from_the_protocol_is_said(llm, tmp_path):
     (tmp_path / "wikitext2-test.txt").write_text("\n = <unk> = \n \n the sum of <unk> parts \n" * 8)
-    found = suite.evaluate(
-        llm, ["perplexity"], TaskSettings(tmp_path), suite.PerplexityText(window=8192, stride=64, tokens=90)
-    )
+    found = suite.evaluate(llm, EvalSettings(data=tmp_path, window=8192, stride=64, tokens=90))
     said = " ".join(found.notes)
     assert "clipped" in said and "<unk>" in said and "first 90 tokens" in said
 
