@@ -123,12 +123,14 @@ class Profile:
         """Formats with costs, in the order measured."""
         return tuple(dict.fromkeys(x.format for x in self.costs))
 
-    def contexts(self, format: str) -> tuple[int, ...]:
-        """Contexts of a format, ascending. Raises ConfigError for a format that was not measured."""
-        found = tuple(sorted({x.context for x in self.costs if x.format == format}))
+    def curves(self, format: str) -> dict[int, list[Cost]]:
+        """The costs of a format by context, ascending in both. Raises ConfigError for a format not measured."""
+        found: dict[int, list[Cost]] = {}
+        for x in sorted(self.costs, key=lambda x: (x.context, x.rows)):
+            if x.format == format:
+                found.setdefault(x.context, []).append(x)
         if not found:
-            measured = ", ".join(self.formats) or "none"
-            hint = nearest(format, self.formats)
+            measured, hint = ", ".join(self.formats) or "none", nearest(format, self.formats)
             raise ConfigError(f"format {format!r} was not profiled{hint} (there are: {measured})")
         return found
 
@@ -140,13 +142,9 @@ class Profile:
         """
         if rows < 1:
             raise ConfigError(f"a pass has at least 1 row, got {rows}")
-        contexts = self.contexts(format)
-        at = contexts[0] if context is None else context
-        by_context = []
-        for known in contexts:
-            points = sorted((x.rows, x.ms) for x in self.costs if x.format == format and x.context == known)
-            by_context.append(_between([p[0] for p in points], [p[1] for p in points], rows))
-        return _between(contexts, by_context, at)
+        curves = self.curves(format)
+        by_context = [_between([x.rows for x in its], [x.ms for x in its], rows) for its in curves.values()]
+        return by_context[0] if context is None else _between(list(curves), by_context, context)
 
     def c(self, format: str, rows: float, context: float | None = None) -> float:
         """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
@@ -165,13 +163,12 @@ class Profile:
 
         Raises ConfigError for a format that was not measured.
         """
-        contexts = self.contexts(format)
-        base, long = contexts[0], contexts[-1]
-        rows = sorted({x.rows for x in self.costs if x.format == format and x.context == base})
-        points = [(m, self.ms(format, m, base) / 1e3) for m in rows]
+        curves = self.curves(format)
+        base, long = min(curves), max(curves)
+        points = [(x.rows, x.ms / 1e3) for x in curves[base]]
         if long == base:
             return Curve(points, base)
-        few, many = rows[0], rows[-1]
+        few, many = points[0][0], points[-1][0]
         slow = [(self.ms(format, m, long) - self.ms(format, m, base)) / 1e3 / (long - base) for m in (few, many)]
         per_row = max(0.0, (slow[1] - slow[0]) / (many - few)) if many > few else 0.0
         return Curve(points, base, max(0.0, slow[0] - few * per_row), per_row)

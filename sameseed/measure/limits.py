@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,35 +95,19 @@ def _torch_limits(threads: int, repeats: int, device: torch.device) -> Limits:
     free, side = available_memory() if cpu else devices.free_memory(str(device)), 512 if cpu else 8192
     memory = torch.ones(min((1 if cpu else 2) * BYTES, free // 8) // 4, device=device)
     read = memory.sum if cpu else partial(torch.empty_like(memory).copy_, memory)
-    rates = {"read": _rates(read, memory.nbytes * (1.0 if cpu else 2.0), repeats, device)}
+    timed = repeats, threads, 1 if cpu else COPIES
+    rates = {"read": _rates(read, memory.nbytes * (1.0 if cpu else 2.0), *timed)}
     del memory, read
     for kind, dtype in kinds.items():
         a = torch.randn(side, side, device=device).to(dtype)
-        rates[kind] = _rates(partial(torch.matmul, a, a), 2.0 * side**3, repeats, device)
+        rates[kind] = _rates(partial(torch.matmul, a, a), 2.0 * side**3, *timed)
     return Limits(threads, rates, dict.fromkeys(kinds, "PyTorch's matrix product"), "torch")
 
 
-def _rates(job: Callable[[], object], work: float, repeats: int, device: torch.device) -> tuple[float, ...]:
-    """`work` per second of each repetition of a job.
+def _rates(job: Callable[[], object], work: float, repeats: int, threads: int, calls: int) -> tuple[float, ...]:
+    """`work` per second of each repetition of `calls` calls: many on a GPU, where one is mostly launch and wait."""
+    from torch.utils.benchmark import Timer  # slow to import
 
-    On a GPU a repetition is COPIES calls between two of its events: a host clock would include launch and wait.
-    """
-    job()
-    devices.wait(device)
-    rates = []
-    for _ in range(repeats):
-        if device.type == "cpu":
-            start = time.perf_counter()
-            job()
-            rates.append(work / (time.perf_counter() - start))
-            continue
-        event: Any = torch.cuda.Event
-        first, last = (event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)
-        first.record(stream)
-        for _ in range(COPIES):
-            job()
-        last.record(stream)
-        last.synchronize()
-        rates.append(COPIES * work / (1e-3 * first.elapsed_time(last)))
-    return tuple(rates)
+    timer = Timer("job()", globals={"job": job}, num_threads=threads)
+    timer.timeit(1)  # warm-up
+    return tuple(work / timer.timeit(calls).mean for _ in range(repeats))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -72,8 +71,8 @@ class ProfileGrid:
     """
 
     formats: tuple[str, ...] = ("bf16",)
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
-    contexts: tuple[int, ...] = (256,)
+    rows: tuple[int, ...] = within((1, 2, 4, 8, 16), 1, MAX_CHAIN)
+    contexts: tuple[int, ...] = within((256,), 1)
     kv_format: str = "auto"
     prefill_tokens: int = within(512, 0)
     batch_sizes: tuple[int, ...] = (4, 16)
@@ -88,12 +87,8 @@ class ProfileGrid:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        for name in ("rows", "contexts", "batch_sizes"):
-            _check_ascending(name, getattr(self, name), optional=name == "batch_sizes")
-        if self.rows[-1] > MAX_CHAIN:
-            raise ConfigError(
-                f"rows go up to {MAX_CHAIN} (a draft has at most {MAX_CHAIN - 1} tokens), got {self.rows[-1]}"
-            )
+        if any(size < 1 for size in self.batch_sizes):
+            raise ConfigError(f"batch_sizes must be at least 1, got {self.batch_sizes}")
         for name in ("formats", "draft_formats"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
@@ -105,24 +100,16 @@ class ProfileGrid:
 
     def passes(self, config: ModelConfig, role: str = "model") -> tuple[list[Pass], list[Pass]]:
         """(chain passes, prefill and batch passes). Raises ConfigError if the model's context is too short."""
-        longest = self.contexts[-1] + self.rows[-1]
-        if longest > config.max_model_len:
+        rows, contexts = sorted({1, *self.rows}), sorted({*self.contexts})
+        if contexts[-1] + rows[-1] > config.max_model_len:
             raise ConfigError(
-                f"a context of {self.contexts[-1]} and {self.rows[-1]} rows are beyond the {role}'s "
-                f"{config.max_model_len} tokens; lower the context to {config.max_model_len - self.rows[-1]} or less"
+                f"a context of {contexts[-1]} and {rows[-1]} rows are beyond the {role}'s "
+                f"{config.max_model_len} tokens; lower the context to {config.max_model_len - rows[-1]} or less"
             )
-        rows = sorted({1, *self.rows})
-        chains = [Pass("chain", context, m) for context in self.contexts for m in rows]
+        chains = [Pass("chain", context, m) for context in contexts for m in rows]
         prompt = min(self.prefill_tokens, config.max_model_len)
         others = [Pass("prefill", 0, prompt)] if prompt else []
-        return chains, [*others, *(Pass("batch", self.contexts[0], size) for size in self.batch_sizes)]
-
-
-def _check_ascending(name: str, values: Seq[int], optional: bool) -> None:
-    if not values and not optional:
-        raise ConfigError(f"{name} is empty; give at least one number")
-    if any(v < 1 for v in values) or any(a >= b for a, b in pairwise(values)):
-        raise ConfigError(f"{name} must be whole numbers from 1 on, ascending, got {','.join(map(str, values))}")
+        return chains, [*others, *(Pass("batch", contexts[0], size) for size in sorted({*self.batch_sizes}))]
 
 
 @dataclass(frozen=True)

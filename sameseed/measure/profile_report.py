@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -50,11 +51,9 @@ def curve_table(profile: Profile) -> Table:
     title = f"{profile.shape['name']}: ms of a pass over M rows, and c(M)"
     table = layout.table(title, heads)
     for name in profile.formats:
-        for context in profile.contexts(name):
-            found = {x.rows: x for x in profile.costs if x.format == name and x.context == context}
-            kv_format = next(iter(found.values())).kv_format
-            cells = [f"{found[m].ms:.1f} [dim]({found[m].c:.2f})[/]" if m in found else "-" for m in rows]
-            table.add_row(name, kv_format, str(context), *cells)
+        for context, points in profile.curves(name).items():
+            found = {x.rows: f"{x.ms:.1f} [dim]({x.c:.2f})[/]" for x in points}
+            table.add_row(name, points[0].kv_format, str(context), *(found.get(m, "-") for m in rows))
     return table
 
 
@@ -98,11 +97,8 @@ ROWS = "M: rows in one pass (a draft of M - 1 tokens)"
 def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     """Plot a profile as PNG and SVG in the same folder; returns both paths."""
     cached = " and ".join(map(str, sorted({x.context for x in profile.costs})))
-    limits = [
-        Series(label, [(p.rows, max(p.memory_ms, p.compute_ms)) for p in points], limit=True)
-        for label, points in _curves(profile)
-        if len(points) > 1
-    ]
+    least = _series(profile, lambda p: max(p.memory_ms, p.compute_ms))
+    limits = [replace(s, spread=(), limit=True) for s in least if len(s.points) > 1]
     panels = [
         # c = M: M rows cost as much as M passes over one row. Above this line, speculation cannot win.
         Panel(
@@ -125,27 +121,16 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     return draw(panels, path, f"{profile.shape['name']}: {_threads(profile)}, {cached} tokens cached", about)
 
 
-def _curves(profile: Profile) -> list[tuple[str, list[Cost]]]:
-    """Each curve as its label and its points in order of rows."""
-    several = len({x.context for x in profile.costs}) > 1
-    curves = []
-    for name in profile.formats:
-        for context in profile.contexts(name):
-            points = [x for x in profile.costs if x.format == name and x.context == context]
-            label = f"{name}, {context} cached" if several else name
-            curves.append((label, sorted(points, key=lambda x: x.rows)))
-    return curves
-
-
 def _series(profile: Profile, y: Callable[[Cost], float]) -> list[Series]:
-    return [
-        Series(
-            label,
-            [(p.rows, y(p)) for p in points],
-            spread=[(y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms) for p in points],
-        )
-        for label, points in _curves(profile)
-    ]
+    """Each format and context as a line, with a band from the 10th to the 90th percentile."""
+    several = len({x.context for x in profile.costs}) > 1
+    series = []
+    for name in profile.formats:
+        for context, points in profile.curves(name).items():
+            spread = [(y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms) for p in points]
+            label = f"{name}, {context} cached" if several else name
+            series.append(Series(label, [(p.rows, y(p)) for p in points], spread=spread))
+    return series
 
 
 def _limits(profile: Profile) -> list[str]:

@@ -64,18 +64,22 @@ class Profiler:
             raise ConfigError("give either a shape by name or a model, e.g. --shape llama-3.2-1b")
         self.grid = grid
         self.ops = ops.resolve(grid.backend, grid.device)
-        self.names = {"target": shape.lower() if shape is not None else record.model_name(model or "")}
-        config, folder = _read(shape, model)
-        if grid.layers is not None:
-            config = replace(config, num_layers=grid.layers, windows=config.windows[: grid.layers])
-        self.candidates = [self._candidate("target", config, folder, f) for f in grid.formats]
+        self.names: dict[str, str] = {}  # by role
+        self.candidates = self._candidates("target", shape, model, grid.formats)
         if grid.draft is not None:
-            own = Path(grid.draft).is_dir()
-            self.names["draft"] = record.model_name(grid.draft) if own else grid.draft.lower()
-            config, folder = _read(*((None, grid.draft) if own else (grid.draft, None)))
-            self.candidates += [self._candidate("draft", config, folder, f) for f in grid.draft_formats]
+            named = (None, grid.draft) if Path(grid.draft).is_dir() else (grid.draft, None)
+            self.candidates += self._candidates("draft", *named, grid.draft_formats)
         self.interleaved = self._fits_together()
         self.peak_memory = 0
+
+    def _candidates(self, role: str, shape: str | None, model: str | None, formats: Seq[str]) -> list[Candidate]:
+        """A shape or a model in each format."""
+        folder, name = (None, shape.lower()) if shape is not None else (resolve_model(model or ""), model or "")
+        config = get_shape(name) if folder is None else read_config(folder)
+        self.names[role] = name if folder is None else record.model_name(name)
+        if role == "target" and self.grid.layers is not None:
+            config = replace(config, num_layers=self.grid.layers, windows=config.windows[: self.grid.layers])
+        return [self._candidate(role, config, folder, format) for format in formats]
 
     def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
         chains, others = self.grid.passes(config, role)
@@ -238,14 +242,6 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
         peak = x.stored.peak if x.stored.peak in limits.rates else "fp32"
         stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
     return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
-
-
-def _read(shape: str | None, model: str | None) -> tuple[ModelConfig, Path | None]:
-    """The config of a shape, or of a model and the model's folder."""
-    if shape is not None:
-        return get_shape(shape), None
-    folder = resolve_model(model or "")
-    return read_config(folder), folder
 
 
 def profile(

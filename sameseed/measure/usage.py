@@ -23,6 +23,7 @@ from sameseed.ops import available_cores, num_launches
 
 POWERCAP = Path("/sys/class/powercap")
 PROC = Path("/proc")
+COUNTED = ("cpu_s", "cpu_j", "gpu_j", "launches")  # what `Usage` counts besides seconds
 
 
 @dataclass
@@ -42,26 +43,21 @@ class Usage:
 
     def add(self, other: Usage) -> None:
         """Add another measurement to this one, in place. `gpu_share` becomes the time-weighted mean."""
-        whole = self.seconds + other.seconds
-        if self.gpu_share is not None and other.gpu_share is not None and whole:
-            mixed = self.gpu_share * self.seconds + other.gpu_share * other.seconds
-            self.gpu_share = mixed / whole
-        else:
-            self.gpu_share = None
-        for name in ("cpu_s", "cpu_j", "gpu_j", "launches"):
-            mine, its = getattr(self, name), getattr(other, name)
-            setattr(self, name, None if mine is None or its is None else mine + its)
+        both, whole = (self, other), self.seconds + other.seconds
+        for name in COUNTED:
+            values = [getattr(x, name) for x in both]
+            setattr(self, name, None if None in values else sum(values))
+        shares = [x.gpu_share and x.gpu_share * x.seconds / whole for x in both] if whole else [None]
+        self.gpu_share = None if None in shares else sum(x for x in shares if x is not None)
         self.seconds = whole
 
     def as_dict(self, num_tokens: int) -> dict[str, float | None]:
         """Plain data for a record: shares of all cores and the GPU; joules and launches per token of `num_tokens`."""
-        cores, tokens = available_cores() * self.seconds, max(1, num_tokens)
+        cores, used = available_cores() * self.seconds, {name: getattr(self, name) for name in COUNTED[1:]}
         return {
             "cpu_share": None if self.cpu_s is None or not cores else self.cpu_s / cores,
             "gpu_share": self.gpu_share,
-            "cpu_j_per_token": None if self.cpu_j is None else self.cpu_j / tokens,
-            "gpu_j_per_token": None if self.gpu_j is None else self.gpu_j / tokens,
-            "launches_per_token": None if self.launches is None else self.launches / tokens,
+            **{f"{name}_per_token": None if n is None else n / max(1, num_tokens) for name, n in used.items()},
         }
 
 
@@ -70,25 +66,21 @@ class Meter:
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
-        self._joules, self._gpu = packages_j(), _gpu_j()
-        self._launches = num_launches()
-        self._cpu, self._start = self._cpu_s(), time.perf_counter()
+        self._before, self._start = self._counters(), time.perf_counter()
 
     def read(self) -> Usage:
-        """Use since the meter was created."""
-        seconds, cpu = time.perf_counter() - self._start, self._cpu_s()
-        joules, gpu = packages_j(), _gpu_j()
-        return Usage(
-            seconds,
-            None if cpu is None or self._cpu is None else cpu - self._cpu,
-            None if joules is None or self._joules is None or joules < self._joules else joules - self._joules,
-            None if gpu is None or self._gpu is None else gpu - self._gpu,
-            _gpu_share(),
-            num_launches() - self._launches if self._pid is None else None,
-        )
+        """Use since the meter was created. A counter that began anew meanwhile is unreadable."""
+        used, pairs = Usage(time.perf_counter() - self._start), zip(self._before, self._counters(), strict=True)
+        for name, (old, new) in zip(COUNTED, pairs, strict=True):
+            setattr(used, name, None if old is None or new is None or new < old else new - old)
+        used.gpu_share = _gpu("nvmlDeviceGetUtilizationRates", 100)
+        return used
 
-    def _cpu_s(self) -> float | None:
-        return time.process_time() if self._pid is None else tree_s(self._pid)
+    def _counters(self) -> tuple[float | None, ...]:
+        """The values of COUNTED now."""
+        cpu_s = time.process_time() if self._pid is None else tree_s(self._pid)
+        energy = packages_j(), _gpu("nvmlDeviceGetTotalEnergyConsumption", 1e3)
+        return cpu_s, *energy, num_launches() if self._pid is None else None
 
 
 def tree_s(pid: int) -> float | None:
@@ -118,35 +110,23 @@ def packages_j() -> float | None:
 
 
 @cache
-def _nvml() -> tuple[Any, Any] | None:
-    """The NVML module and the handle of the first GPU; None if NVML does not work."""
-    try:
+def _nvml() -> tuple[Any, Any]:
+    """The NVML module and the handle of the first GPU, or twice None."""
+    with suppress(Exception):  # not installed, no driver or no GPU: NVML has an exception class for each
         import pynvml
 
         pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-    except Exception:  # not installed, no driver or no GPU: NVML has an exception class for each
-        return None
+    return None, None
 
 
-def _asked(question: str) -> Any:
-    """NVML's answer to a question about the GPU; None if it cannot tell (older GPUs have no energy counter)."""
-    if (found := _nvml()) is None:
-        return None
-    try:
-        return getattr(found[0], question)(found[1])
-    except Exception:  # NVML has an exception class for each reason
-        return None
-
-
-def _gpu_j() -> float | None:
-    joules = _asked("nvmlDeviceGetTotalEnergyConsumption")
-    return None if joules is None else joules / 1e3
-
-
-def _gpu_share() -> float | None:
-    rates = _asked("nvmlDeviceGetUtilizationRates")
-    return None if rates is None else rates.gpu / 100
+def _gpu(question: str, unit: float) -> float | None:
+    """NVML's answer to a question about the GPU, over `unit`; None if it cannot tell."""
+    nvml, gpu = _nvml()
+    with suppress(Exception):  # no NVML, or an older GPU, which has no energy counter
+        found = getattr(nvml, question)(gpu)
+        return float(getattr(found, "gpu", found)) / unit
+    return None
 
 
 def resident(device: str = "cpu") -> int:

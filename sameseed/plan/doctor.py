@@ -21,7 +21,7 @@ def read_costs(path: Path) -> PassCosts:
     """
     profile = Profile.read(path)
     name = profile.formats[0]
-    context = profile.contexts(name)[0]
+    context = min(profile.curves(name))
     rows = tuple(sorted({c.rows for c in profile.costs if c.format == name and c.context == context}))
     draft = profile.draft
     return PassCosts(

@@ -62,7 +62,8 @@ def test_everything_is_measured(backend):
 
 
 def test_json_and_back(tmp_path):
-    found = profile("tiny", draft="tiny", **SMALL)
+    found = profile("tiny", draft="tiny", **{**SMALL, "rows": (4, 2, 4), "contexts": (40, 8)})
+    assert [(x.context, x.rows) for x in found.costs] == [(c, m) for c in (8, 40) for m in (1, 2, 4)], "in order"
     data = found.as_dict()
     assert next(iter(data)) == "schema" and data["schema"] == "sameseed.profile/1"
     assert {"machine", "limits", "shape", "costs", "prefill", "batch", "threads", "commit", "date"} <= set(data)
@@ -114,8 +115,9 @@ def test_interpolation():
     [
         ({"formats": ("w4a7",)}, "did you mean"), ({"formats": ()}, "at least one format"),
         ({"formats": ("bf16", "bf16")}, "each once"), ({"formats": ("w8a8-g128",)}, "groups of 128 do not divide"),
-        ({"rows": (4, 2)}, "ascending"), ({"rows": (0, 2)}, "from 1 on"), ({"rows": ()}, "rows is empty"),
-        ({"rows": (66,)}, "up to 65"), ({"contexts": (125,)}, "lower the context to 124"),
+        ({"rows": (0, 2)}, "rows must"), ({"rows": ()}, "rows must"), ({"contexts": (0,)}, "contexts must"),
+        ({"rows": (66,)}, "1..65"), ({"batch_sizes": (0,)}, "batch_sizes must"),
+        ({"contexts": (125,)}, "lower the context to 124"),
         ({"kv_format": "nf4"}, "does not serve the KV cache"), ({"seconds": 0}, "above 0"),
         ({"repeats": 0}, "repeats must be at least 1"), ({"backend": "cpx"}, "did you mean 'cpu'"),
         ({"draft": "qwen3-0.7b"}, "did you mean"), ({"draft_formats": ("int5",)}, "did you mean"),
