@@ -18,8 +18,8 @@ from sameseed.measure.usage import Usage
 from sameseed.measure.workload import Arm, Workload, spec_as_dict, stored
 from sameseed.models.loader import resolve_model
 from sameseed.report import table as layout
-from sameseed.report.plot import Panel, Series, draw, source
-from sameseed.report.record import model_name, origin, spread
+from sameseed.report.plot import Panel, draw, lines, source
+from sameseed.report.record import model_name, origin
 from sameseed.report.schemas import BENCH_SCHEMA
 from sameseed.request import SamplingParams
 
@@ -117,6 +117,15 @@ def make_record(
     }
 
 
+def spread(values: Seq[float]) -> dict[str, float | None]:
+    """Median, mean and 95th percentile of `values`; all None if there are none."""
+    if not values:
+        return {"median": None, "mean": None, "p95": None}
+    ordered = sorted(values)
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return {"median": median(ordered), "mean": sum(ordered) / len(ordered), "p95": p95}
+
+
 def _remarks(draft: str, run: Run) -> dict[str, object]:
     """Optional fields: counts of the lower-level drafters, and a flag if almost no draft token was accepted."""
     found: dict[str, object] = {}
@@ -208,21 +217,16 @@ def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Pa
 
     Returns the paths of the PNG and the SVG. Bands: least to most of the runs.
     """
-    workloads: dict[str, dict[str, list[tuple[int, float, tuple[float, float]]]]] = {}
+    panels: dict[str, list[tuple[str, int, float, list[float]]]] = {}
     for record in records:
-        config, ratios = record["config"], [r["speedup"] for r in record["repetitions"]]
-        lines = workloads.setdefault(title(config), {})
-        if config["draft"] != "none":
-            name = config["label"].replace(f" k={config['num_draft_tokens']}", "")
-            point = (config["num_draft_tokens"], record["speedup"], (min(ratios), max(ratios)))
-            lines.setdefault(name, []).append(point)
-    panels = []
-    for name, lines in workloads.items():
-        series = [
-            Series(draft, [p[:2] for p in sorted(points)], spread=[p[2] for p in sorted(points)])
-            for draft, points in lines.items()
-        ]
-        panels.append(Panel(name, "draft tokens", series, y="times plain decoding", level=1.0))
+        c, points = record["config"], panels.setdefault(title(record["config"]), [])
+        if c["draft"] != "none":
+            name, ratios = c["label"].replace(f" k={c['num_draft_tokens']}", ""), record["repetitions"]
+            points.append((name, c["num_draft_tokens"], record["speedup"], [r["speedup"] for r in ratios]))
+    drawn = [
+        Panel(name, "draft tokens", lines(points), y="times plain decoding", level=1.0)
+        for name, points in panels.items()
+    ]
     runs = f"medians of {len(records[0]['repetitions'])} runs, bands: least to most"
     head = f"Speed over plain decoding: {records[0]['config']['model']}"
-    return draw(panels, path, head, source(records[0], runs), columns=1)
+    return draw(drawn, path, head, source(records[0], runs), columns=1)

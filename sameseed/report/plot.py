@@ -42,6 +42,15 @@ class Series:
     limit: bool = False
 
 
+def lines(points: Iterable[tuple[str, Any, float, Seq[float]]]) -> list[Series]:
+    """A series for each label of (label, x, y, repetitions) in order of x, its band from the least to the most."""
+    found: dict[str, list[tuple[Any, float, tuple[float, float]]]] = {}
+    for label, x, y, each in points:
+        found.setdefault(label, []).append((x, y, (min(each), max(each))))
+    ordered = {label: sorted(its) for label, its in found.items()}
+    return [Series(label, [p[:2] for p in its], spread=[p[2] for p in its]) for label, its in ordered.items()]
+
+
 @dataclass(frozen=True)
 class Panel:
     """One diagram. `bars` stand, or lie beside long names (`across`); the points of `points` are not joined.

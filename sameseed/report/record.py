@@ -8,11 +8,10 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -74,15 +73,6 @@ def origin(schema: str, here: Mapping[str, object] | None = None) -> dict[str, A
 def model_name(model: str) -> str:
     """A model's name in a record: for a folder or file, its name without the path, which may be private."""
     return Path(model).resolve().name if Path(model).exists() else model
-
-
-def spread(values: Seq[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile of `values`; all None if there are none."""
-    if not values:
-        return {"median": None, "mean": None, "p95": None}
-    ordered = sorted(values)
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return {"median": median(ordered), "mean": sum(ordered) / len(ordered), "p95": p95}
 
 
 def prepare(path: Path, flag: str = "--out") -> None:

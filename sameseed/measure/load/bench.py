@@ -19,9 +19,9 @@ import numpy as np
 from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.load import outcome, prompts, wire
-from sameseed.measure.load.outcome import Bounds, RequestOutcome
+from sameseed.measure.load.outcome import Bounds
 from sameseed.measure.load.prompts import PromptSource, Shape
-from sameseed.measure.load.wire import Endpoint
+from sameseed.measure.load.wire import Endpoint, Exchange
 from sameseed.measure.usage import Meter
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class LoadSettings:
 class Repetition:
     """The results of one arm in one repetition."""
 
-    outcomes: list[RequestOutcome]
+    outcomes: list[Exchange]
     summary: dict[str, Any]
 
 
@@ -225,7 +225,7 @@ class LoadBench:
             made |= {"return_token_ids": True, "cache_salt": salt, "cache_prompt": False}
         return {**made, **endpoint.fields}
 
-    def _send(self, endpoint: Endpoint, body: Mapping[str, Any], due: float | None = None) -> Awaitable[wire.Exchange]:
+    def _send(self, endpoint: Endpoint, body: Mapping[str, Any], due: float | None = None) -> Awaitable[Exchange]:
         return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
 
     async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,69 +17,10 @@ import numpy as np
 from sameseed.measure.load.wire import Exchange
 
 
-@dataclass
-class RequestOutcome:
-    """The outcome of one request. Times in seconds; `sent` is that of the first try.
-
-    `arrivals`: times of the chunks with tokens. `sizes`: tokens in each of these chunks; empty if unknown. `counted`:
-    the source of `num_output`: "usage", "token ids", or "chunks" (too low if tokens arrive together). If `error` is
-    set, the other fields hold what arrived before it.
-    """
-
-    sent: float
-    arrivals: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    num_output: int = 0
-    num_prompt: int | None = None
-    counted: str = "chunks"
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # empty if the server does not tell
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; speculation in vLLM's form
-    num_cached: int = 0  # prompt tokens found in the server's prefix cache; 0 if it does not tell
-    retries: int = 0
-    error: str | None = None
-    detail: str = ""
-
-    @property
-    def speculation(self) -> Mapping[str, Any] | None:
-        """The server's speculation counts for this request; None if it gives none, or nothing was drafted."""
-        return self.metrics.get("speculative_decoding")
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first token."""
-        return self.arrivals[0] - self.sent
-
-    @property
-    def latency(self) -> float:
-        """Seconds to the last token."""
-        return self.arrivals[-1] - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        """Mean seconds per token after the first; None with fewer than two tokens."""
-        if self.num_output < 2:
-            return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_output - 1)
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds from chunk to chunk."""
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-    @property
-    def token_gaps(self) -> list[float] | None:
-        """Seconds from token to token: the gap of a chunk with m tokens counts as m equal parts. None without sizes."""
-        if not self.sizes:
-            return None
-        return [gap / size for gap, size in zip(self.gaps, self.sizes[1:], strict=True) for _ in range(size)]
-
-
-def read(exchange: Exchange) -> RequestOutcome:
-    """Parse an exchange into an outcome. Errors are recorded in the outcome, never raised."""
-    made = RequestOutcome(exchange.sent, retries=exchange.retries, error=exchange.error, detail=exchange.detail)
+def read(made: Exchange) -> Exchange:
+    """Parse the chunks of an exchange into its other fields. Errors are recorded in it, never raised."""
     ended = False
-    for moment, data in events(exchange.chunks):
+    for moment, data in events(made.chunks):
         try:
             ended = data == b"[DONE]" or _take(made, moment, json.loads(data)) or ended
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
@@ -95,6 +36,7 @@ def read(exchange: Exchange) -> RequestOutcome:
         made.counted, made.num_output = ("token ids", told) if told else ("chunks", len(made.arrivals))
     if sum(made.sizes) != made.num_output:
         made.sizes = []
+    made.chunks = []
     return made
 
 
@@ -106,7 +48,7 @@ def events(chunks: Seq[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
         yield from ((moment, line[5:].strip()) for line in lines if line.startswith(b"data:"))
 
 
-def _take(made: RequestOutcome, moment: float, event: Mapping[str, Any]) -> bool:
+def _take(made: Exchange, moment: float, event: Mapping[str, Any]) -> bool:
     """Add an event to `made`; True if the event ends the answer."""
     if fault := event.get("error"):
         if made.error is None:
@@ -145,7 +87,7 @@ class Bounds:
     ttft: float | None = None
     tpot: float | None = None
 
-    def holds(self, outcome: RequestOutcome) -> bool:
+    def holds(self, outcome: Exchange) -> bool:
         """Whether an answer is within the bounds. An answer of one token has no TPOT, and meets any TPOT bound."""
         tpot = outcome.tpot or 0.0
         return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
@@ -158,7 +100,7 @@ def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     return {name: None if v is None else float(1e3 * v) for name, v in zip(names, values)}
 
 
-def summarize(outcomes: Seq[RequestOutcome], bounds: Bounds) -> dict[str, Any]:
+def summarize(outcomes: Seq[Exchange], bounds: Bounds) -> dict[str, Any]:
     """The metrics of one repetition. Failed requests count as requests, but not in tokens or times."""
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
@@ -214,12 +156,12 @@ def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str)
     }
 
 
-def same_texts(mine: Seq[RequestOutcome], theirs: Seq[RequestOutcome]) -> tuple[int, int]:
+def same_texts(mine: Seq[Exchange], theirs: Seq[Exchange]) -> tuple[int, int]:
     """(requests with equal texts, requests that both arms completed). Token ids are compared too if both have them."""
     both = zip(mine, theirs, strict=False)  # an arm whose time ran out sent only the first requests
     pairs = [(a, b) for a, b in both if a.error is None and b.error is None]
 
-    def same(a: RequestOutcome, b: RequestOutcome) -> bool:
+    def same(a: Exchange, b: Exchange) -> bool:
         return a.text == b.text and (not a.token_ids or not b.token_ids or a.token_ids == b.token_ids)
 
     return sum(same(a, b) for a, b in pairs), len(pairs)

@@ -16,7 +16,7 @@ from sameseed.measure.load.prompts import Shape
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.workload import prompts_name
 from sameseed.report import plot, record as records, table as layout
-from sameseed.report.plot import Panel, Series
+from sameseed.report.plot import Panel
 from sameseed.report.schemas import LOAD_SCHEMA
 
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
@@ -244,11 +244,9 @@ def _panel(title: str, records: Seq[Mapping[str, Any]], of: Callable[[Any], floa
     """One line per arm through the medians, with a band from the least to the largest repetition."""
     closed = records[0]["config"]["rate"] is None
     x = "concurrency" if closed else "rate"
-    series = []
-    for label in dict.fromkeys(r["config"]["label"] for r in records):
-        mine = [r for r in records if r["config"]["label"] == label and of(r) is not None]
-        mine.sort(key=lambda r: r["config"][x])
-        each = [[v for s in r["repetitions"] if (v := of(s)) is not None] for r in mine]
-        points = [(r["config"][x], value) for r in mine if (value := of(r)) is not None]
-        series.append(Series(label, points, spread=[(min(v), max(v)) for v in each]))
-    return Panel(title, "clients at once" if closed else "requests a second", series)
+    points = [
+        (r["config"]["label"], r["config"][x], value, [v for s in r["repetitions"] if (v := of(s)) is not None])
+        for r in records
+        if (value := of(r)) is not None
+    ]
+    return Panel(title, "clients at once" if closed else "requests a second", plot.lines(points))

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError
@@ -47,14 +48,61 @@ class Endpoint:
 
 @dataclass
 class Exchange:
-    """One request; times in seconds of `time.perf_counter`. `error`: kind of error, None if there was none."""
+    """One request, and what `outcome.read` finds in its chunks. Times in seconds of `time.perf_counter`.
+
+    `sent`: the first try. `error`: kind of error, None if there was none; if set, the other fields hold what arrived
+    before it. `arrivals`: times of the chunks with tokens. `sizes`: tokens in each of these chunks; empty if unknown.
+    `counted`: the source of `num_output`: "usage", "token ids", or "chunks" (too low if tokens arrive together).
+    """
 
     sent: float
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     retries: int = 0
-    refusals: int = 0  # retries because the server was busy
     error: str | None = None
     detail: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    num_output: int = 0
+    num_prompt: int | None = None
+    counted: str = "chunks"
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # empty if the server does not tell
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; speculation in vLLM's form
+    num_cached: int = 0  # prompt tokens found in the server's prefix cache; 0 if it does not tell
+
+    @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """The server's speculation counts for this request; None if it gives none, or nothing was drafted."""
+        return self.metrics.get("speculative_decoding")
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the last token."""
+        return self.arrivals[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None with fewer than two tokens."""
+        if self.num_output < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_output - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds from chunk to chunk."""
+        return [b - a for a, b in pairwise(self.arrivals)]
+
+    @property
+    def token_gaps(self) -> list[float] | None:
+        """Seconds from token to token: the gap of a chunk with m tokens counts as m equal parts. None without sizes."""
+        if not self.sizes:
+            return None
+        return [gap / size for gap, size in zip(self.gaps, self.sizes[1:], strict=True) for _ in range(size)]
 
 
 def base_url(url: str) -> str:
@@ -174,7 +222,7 @@ async def _attempts(
         if made.retries >= max_retries:
             made.error += f" after {max_retries} retries"
             return
-        made.retries, made.refusals, made.error = made.retries + 1, made.refusals + 1, None
+        made.retries, made.error = made.retries + 1, None
         wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
         await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
 

@@ -13,7 +13,7 @@ import pytest
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings, arrivals, closed, opened
-from sameseed.measure.load.outcome import Bounds, RequestOutcome, counters, read, same_texts, summarize
+from sameseed.measure.load.outcome import Bounds, counters, read, same_texts, summarize
 from sameseed.measure.load.prompts import Shape, parse_shape
 from sameseed.measure.load.show import make_records
 from sameseed.measure.load.wire import Endpoint, Exchange
@@ -416,9 +416,9 @@ def test_what_goes_wrong_has_a_name(chunks, kind):
 
 
 def test_summary_counts_only_what_was_completed():
-    good = RequestOutcome(10.0, [10.1, 10.3, 10.5], [1, 2, 2], 5, 20, "usage", "abc", [1, 2, 3, 4, 5])
-    slow = RequestOutcome(10.0, [11.0, 12.0], [1, 1], 2, 30, "usage", "ab", [1, 2])
-    lost = RequestOutcome(9.0, [9.5], [1], 1, error="cut off", detail="why", retries=1)
+    good = Exchange(10.0, arrivals=[10.1, 10.3, 10.5], sizes=[1, 2, 2], num_output=5, num_prompt=20)
+    slow = Exchange(10.0, arrivals=[11.0, 12.0], sizes=[1, 1], num_output=2, num_prompt=30)
+    lost = Exchange(9.0, arrivals=[9.5], sizes=[1], num_output=1, error="cut off", detail="why", retries=1)
     made = summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
     assert made["seconds"] == pytest.approx(3.0)  # from the first request sent, completed or not
     assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
@@ -432,8 +432,8 @@ def test_summary_counts_only_what_was_completed():
 
 
 def test_texts_are_compared_where_both_have_one():
-    a, b = RequestOutcome(0.0, text="x", token_ids=[1]), RequestOutcome(0.0, text="x", token_ids=[2])
-    untold, failed = RequestOutcome(0.0, text="x"), RequestOutcome(0.0, text="y", error="timeout")
+    a, b = Exchange(0.0, text="x", token_ids=[1]), Exchange(0.0, text="x", token_ids=[2])
+    untold, failed = Exchange(0.0, text="x"), Exchange(0.0, text="y", error="timeout")
     assert same_texts([a, a, a, a], [a, b, untold, failed]) == (2, 3)
     assert same_texts([a, a, a], [a]) == (1, 1), "as far as both were sent"
 
