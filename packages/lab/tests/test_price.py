@@ -7,7 +7,7 @@ import pytest
 
 from sameseed import LLM
 from sameseed.request import SamplingParams
-from sameseed_lab.studies._price import _shared, price
+from sameseed_lab.studies._bench import _shared, price
 
 
 @pytest.fixture(scope="module")

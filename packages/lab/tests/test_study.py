@@ -21,7 +21,7 @@ from sameseed.measure.costs import Cost, Profile, StoredModel
 from sameseed.measure.limits import Limits
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import MOST, Panel, plot_paths
-from sameseed_lab.studies import _depth, _page, _runner, _setup, assisted, concurrency, rivals, serving
+from sameseed_lab.studies import _page, _runner, _setup, assisted, concurrency, formats, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._load import LoadCell
 from sameseed_lab.studies._quality import QualityCell
@@ -142,23 +142,23 @@ def test_a_target_of_70b_by_its_layers(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     base = {**shapes.SHAPES["smollm2-135m"], **sizes, "vocab_size": 512}
     large, small = ({**base, "num_hidden_layers": n} for n in (9, 2))
-    monkeypatch.setattr(shapes, "SHAPES", {_depth.LARGE: large, _depth.MIDDLE: small})
+    monkeypatch.setattr(shapes, "SHAPES", {formats.LARGE: large, formats.MIDDLE: small})
     flags = ["study", "formats", "--size", "true", "--only", "70b", *TOY, "--out", str(tmp_path)]
     assert main(flags) == 0
     (deep,) = record.read(tmp_path / "formats.jsonl")
     assert deep["shape"]["num_layers"] == 9 and deep["config"]["layers"] == [2, 6] and deep["draft"]["costs"]
     assert "Left out" not in (tmp_path / "formats.html").read_text()
     model = {"accepted_per_pos": [80, 60, 45], "mean_acceptance_length": 2.85}  # of 100 drafts
-    rows = {row["k"]: row for row in _depth.depth_rows(deep, model, 2.0)}
+    rows = {row["k"]: row for row in formats.depth_rows(deep, model, 2.0)}
     assert [rows[k]["tokens"] for k in (1, 2, 3)] == pytest.approx([1.8, 2.4, 2.85])
     assert rows[4]["tokens"] == pytest.approx(2.85 + 0.45 * 0.75), "it falls on as before"
-    assert rows[2]["alone_share"] == 2.0 * rows[2]["head_share"] and len(rows) == _depth.LONGEST
+    assert rows[2]["alone_share"] == 2.0 * rows[2]["head_share"] and len(rows) == formats.LONGEST
     assert rows[2]["head_gain"] == pytest.approx(2.4 / (rows[2]["check"] + rows[2]["head_share"]))
 
 
 def test_times_grow_with_the_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of 80 layers do not multiply the noise of the gap between 2 and 6 layers."""
-    monkeypatch.setattr(_depth, "get_shape", lambda name: llama_shape(64, (4, 2, 16), layers=80))
+    monkeypatch.setattr(formats, "get_shape", lambda name: llama_shape(64, (4, 2, 16), layers=80))
     limit = Limits(1, {"read": (1.0,), "fp32": (1.0,)}, {}, "native")
 
     def of(layers: int, ms: float) -> Profile:
@@ -167,9 +167,9 @@ def test_times_grow_with_the_bytes_read(monkeypatch: pytest.MonkeyPatch) -> None
         stored = StoredModel("w4a8", "bf16", size, float(size), 1, 0.5, "int8", 1.0, 7)
         return Profile({"name": "x"}, costs, (), (), (stored,), limit)
 
-    exact = _depth.extended(of(2, 20.0), of(6, 40.0))
+    exact = formats.extended(of(2, 20.0), of(6, 40.0))
     assert [(x.rows, x.c, x.ms) for x in exact.costs] == [(1, 1.0, pytest.approx(410)), (2, 2.0, pytest.approx(820))]
-    noisy = _depth.extended(of(2, 22.0), of(6, 40.0))
+    noisy = formats.extended(of(2, 22.0), of(6, 40.0))
     assert noisy.costs[0].ms / 410 == pytest.approx(62 / 60), "a line through both would give 0.91"
     assert exact.shape["num_layers"] == 80
 
