@@ -15,8 +15,8 @@ from sameseed.engine.settings import make_config
 from sameseed.laws.check import Effort
 from sameseed.laws.checks import chosen
 from sameseed.laws.statistics import bound_text
-from sameseed.measure.certificate import Asked, Certificate, certify, load_subject
-from sameseed.measure.certificate_page import render, sizes_text, statistic_text, summary
+from sameseed.measure import certificate as proof
+from sameseed.measure.certificate import Certificate, certify, sizes_text, statistic_text
 from sameseed.measure.workload import DEFAULT_PROMPTS
 
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
@@ -38,17 +38,17 @@ def run(parsed: Parsed[VerifyLosslessArgs]) -> int:
     effort, checks = Effort.parse(args.effort), chosen(args.only)
     check_outputs((args.out, "--out"), (args.html, "--html"))
     prompts = args.prompts or DEFAULT_PROMPTS
-    asked = Asked(parsed.engine.model, prompts, args.num_prompts, params.max_tokens, args.batch, effort)
+    asked = proof.Asked(parsed.engine.model, prompts, args.num_prompts, params.max_tokens, args.batch, effort)
     config = make_config(**parsed.engine.settings)
     with stages(f"loading {asked.model}", args.json) as tick:
-        subject = load_subject(
+        subject = proof.load_subject(
             asked, config, params, lambda done, total: tick("million weights", done // 10**6, total // 10**6)
         )
         certificate = certify(subject, asked, checks, tick)
     found = certificate.as_dict()
     keep([found], args.out, args.json)
     if args.html is not None:
-        args.html.write_text(render(found), encoding="utf-8")
+        args.html.write_text(proof.render(found), encoding="utf-8")
     if not args.json:
         _show(certificate, found)
         for written in filter(None, (args.out, args.html)):
@@ -70,7 +70,7 @@ def _show(certificate: Certificate, found: dict[str, Any]) -> None:
             say(f"  {text}")
         for f in r.found.findings:
             say(f"  {f.where}\n    expected {f.expected}\n    found    {f.found}")
-    say("\n" + "\n".join(summary(found)))
+    say("\n" + "\n".join(proof.summary(found)))
     if certificate.left_out:
         say(f"\nleft out: {', '.join(certificate.left_out)}", style="yellow")
     verdict = VERDICTS.get(certificate.verdict, certificate.verdict)

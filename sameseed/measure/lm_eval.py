@@ -18,7 +18,7 @@ import torch
 
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.quality.likelihood import log_likelihoods
+from sameseed.measure.quality.perplexity import log_likelihoods
 from sameseed.measure.quality.tasks import answer
 from sameseed.request import SamplingParams
 

@@ -18,7 +18,7 @@ from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
 from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.measure import certificate as suite
-from sameseed.measure.certificate_page import render, summary
+from sameseed.measure.certificate import render, summary
 from sameseed.report import record, schemas
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec import sampling

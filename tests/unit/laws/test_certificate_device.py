@@ -15,7 +15,7 @@ from sameseed.laws.check import FAILED, PASSED, Effort, run_check
 from sameseed.laws.checks import CHECKS, chosen
 from sameseed.laws.subject import Subject
 from sameseed.measure import certificate as suite
-from sameseed.measure.certificate_page import render
+from sameseed.measure.certificate import render
 from sameseed.models.loader import load_model
 from sameseed.ops import Ops, reference
 from sameseed.request import SamplingParams

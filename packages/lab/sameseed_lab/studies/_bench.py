@@ -18,7 +18,7 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave
 from sameseed.measure.bench_report import make_records
-from sameseed.measure.quality.likelihood import forced
+from sameseed.measure.quality.perplexity import forced
 from sameseed.measure.workload import Arm, Workload, arms
 from sameseed.models.loader import resolve_model
 from sameseed.models.runner import ModelRunner

@@ -8,8 +8,8 @@ from lawkit import FAMILIES, write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError, RequestError
-from sameseed.measure.quality.likelihood import forced, log_likelihoods
-from sameseed.measure.quality.perplexity import Perplexity, mean_interval, perplexity, ratio, ratio_interval, windows
+from sameseed.measure.quality import perplexity as scoring
+from sameseed.measure.quality.perplexity import Perplexity, forced, log_likelihoods, mean_interval, perplexity
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.sampling import choose
 
@@ -56,16 +56,16 @@ def test_a_quantized_model_and_cache_are_what_is_measured(llm, pair_folders):
     plain = perplexity(llm, TEXT, 64, 32)
     for settings in ({"format": "nf4"}, {"kv_format": "fp8_e5m2"}):
         other = perplexity(LLM(str(pair_folders[0]), **settings), TEXT, 64, 32)
-        value, (low, high) = ratio(other, plain, 0)
+        value, (low, high) = scoring.ratio(other, plain, 0)
         assert value == pytest.approx(other.perplexity / plain.perplexity, rel=1e-6)
         assert value != 1.0 and low < value < high
 
 
 def test_every_token_counts_once():
     for total, window, stride in ((1000, 128, 32), (128, 128, 32), (5, 128, 32), (129, 128, 127), (2, 2, 1)):
-        scored = [i for begin, end, first in windows(total, window, stride) for i in range(first, end)]
+        scored = [i for begin, end, first in scoring.windows(total, window, stride) for i in range(first, end)]
         assert scored == list(range(1, total))
-        for begin, end, first in windows(total, window, stride):
+        for begin, end, first in scoring.windows(total, window, stride):
             assert end - begin <= window and first > begin
             assert begin == 0 or first - begin >= window - stride
 
@@ -92,12 +92,12 @@ def test_the_paired_interval_is_narrower_and_needs_the_same_tokens():
         Perplexity((hard + generator.normal(shift, 0.05, 320)).astype(np.float32), 99, 64, 8, True, "x")
         for shift in (0.1, 0.0)
     )
-    value, (low, high) = ratio(mine, its, 0)
+    value, (low, high) = scoring.ratio(mine, its, 0)
     assert value == pytest.approx(math.exp(0.1), rel=0.02) and low < value < high
     alone = mine.interval(0)
     assert (high - low) / value < 0.2 * (alone[1] - alone[0]) / mine.perplexity
     with pytest.raises(ConfigError, match="different tokens"):
-        ratio(mine, Perplexity(its.nll, 99, 64, 8, True, "y"), 0)
+        scoring.ratio(mine, Perplexity(its.nll, 99, 64, 8, True, "y"), 0)
 
 
 @pytest.mark.parametrize("logit_bytes", [1, 40_000, 1 << 26])
@@ -182,10 +182,10 @@ def test_it_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     hits = 0
     for i in range(200):
-        low, high = ratio_interval(generator.exponential(2.0, 80).tolist(), [1.0] * 80, i, resamples=400)
+        low, high = scoring.ratio_interval(generator.exponential(2.0, 80).tolist(), [1.0] * 80, i, resamples=400)
         hits += low <= 2.0 <= high
     assert 0.87 <= hits / 200 <= 0.99
 
 
 def test_without_units_there_is_none():
-    assert mean_interval([1.0], 0) is None and ratio_interval([0.0, 0.0], [0.0, 0.0], 0) is None
+    assert mean_interval([1.0], 0) is None and scoring.ratio_interval([0.0, 0.0], [0.0, 0.0], 0) is None
