@@ -24,7 +24,6 @@ from sameseed.report.plot import MOST, Panel, plot_paths
 from sameseed_lab.studies import _page, _runner, _setup, assisted, concurrency, formats, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._load import LoadCell
-from sameseed_lab.studies._quality import QualityCell
 from sameseed_lab.studies._setup import SIZES, StudySetup
 from sameseed_lab.studies._study import Report, Study, Tell
 
@@ -185,7 +184,9 @@ def test_settings_decide_what_is_there(tmp_path: Path) -> None:
     file.write_text("the only prompt")
     read = [StudySetup("small", tmp_path, file, num_prompts=n) for n in (2, 3)]
     assert len({setup.digest(cell) for setup in read}) == 1, "the same prompts"
-    assert len({setup.digest(QualityCell("x", "bf16", "perplexity")) for setup in read}) == 2, "but more of the text"
+    assert len({setup.digest(assisted.QualityCell("x", "bf16", "perplexity")) for setup in read}) == 2, (
+        "but more of the text"
+    )
 
 
 def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ from sameseed.errors import ConfigError
 if TYPE_CHECKING:
     from sameseed_lab.studies._runner import Planned
 
+SAME = ("prompts", "num_prompts", "max_tokens", "repeat", "threads", "data", "problems")  # fields of StudySetup, too
+
 
 @dataclass(frozen=True)
 class StudyArgs:
@@ -58,15 +60,9 @@ def run(argv: Seq[str], prog: str) -> int:
         setup = StudySetup(
             "real" if args.model else args.size,
             args.out or Path("studies") / args.name,
-            args.prompts,
-            args.num_prompts,
-            args.max_tokens,
-            args.repeat,
-            args.threads,
-            args.data,
-            args.problems,
-            _models(args),
-            lambda title, done, total: update(description=title, completed=done, total=total),
+            models=_models(args),
+            progress=lambda title, done, total: update(description=title, completed=done, total=total),
+            **{name: getattr(args, name) for name in SAME},
         )
         planned = _runner.plan(args.name, setup, args.only)
         if not args.dry_run:
