@@ -109,7 +109,7 @@ def accounted(good: Seq[Run], plain: Seq[Run], target: Curve, batch: int) -> flo
     A pass without drafts is taken to be as long as in plain decoding, so drifts of the machine's speed hardly matter.
     `target` tells what draft rows add.
     """
-    whole, counted = sum(run.seconds for run in plain), [run.counted(batch) for run in plain]
+    whole, counted = sum(run.seconds for run in plain), [run.counts for run in plain]
     seconds, steps = sum(run.times.target for run in plain), sum(c.num_steps for c in counted)
     one = (
         (whole - sum(c.prefill for c in counted)) / steps * seconds / whole
@@ -118,7 +118,7 @@ def accounted(good: Seq[Run], plain: Seq[Run], target: Curve, batch: int) -> flo
     deep, context = nodes / max(1, drafts), round(sum(c.context for c in counted) / len(counted))
     rows = drafts * (target.at(batch + deep) - target.at(batch) + target.extra([context], [1 + deep]))
     rows -= drafts * target.extra([context], [1])
-    saved = (steps - sum(run.counted(batch).num_steps for run in good)) * one
+    saved = (steps - sum(run.counts.num_steps for run in good)) * one
     outside = sum(run.seconds - run.times.target for run in good)
     return round(whole / (seconds - saved + rows + outside), 4)
 

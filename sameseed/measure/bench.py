@@ -39,6 +39,8 @@ class Run:
 
     seconds: float = 0.0
     num_steps: int = 0
+    num_batches: int = 0
+    prefill: float = 0.0  # until the last sequence of each batch has its first token
     times: TimeSplit = field(default_factory=TimeSplit)
     metrics: SpecMetrics = field(default_factory=SpecMetrics)
     levels: dict[str, SpecMetrics] = field(default_factory=dict)  # of lower-level drafters with counts of their own
@@ -58,22 +60,21 @@ class Run:
     def overhead(self) -> float:
         return self.seconds - self.times.target - self.times.draft
 
-    def counted(self, batch_size: int) -> RunCounts:
-        """The counts that a prediction needs. `batch_size`: number of completions that ran together."""
+    @property
+    def counts(self) -> RunCounts:
+        """The counts that a prediction needs."""
         done = self.completions
-        batches = [done[i : i + batch_size] for i in range(0, len(done), batch_size)]
-        prefill = sum(max(c.metrics.time_to_first_token for c in batch) for batch in batches)
         context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
-        steps, rounds = max(1, self.num_steps - len(batches)), max(1, self.metrics.num_rounds - len(done))
+        steps, rounds = max(1, self.num_steps - self.num_batches), max(1, self.metrics.num_rounds - len(done))
         prompts = tuple(c.metrics.num_prompt_tokens for c in done)
-        return RunCounts(
-            self.metrics, steps, rounds, self.seconds, prefill, self.times.draft, self.overhead, context, prompts
-        )
+        times = self.seconds, self.prefill, self.times.draft, self.overhead
+        return RunCounts(self.metrics, steps, rounds, *times, context, prompts)
 
-    def decoded_per_s(self, batch_size: int) -> float:
-        """Tokens/s after the first tokens, of batches of `batch_size`; 0 if no completion has a second token."""
+    @property
+    def decoded_per_s(self) -> float:
+        """Tokens/s after the first tokens; 0 if no completion has a second token."""
         more = self.num_tokens - len(self.completions)
-        return more / (self.seconds - self.counted(batch_size).prefill) if more > 0 else 0.0
+        return more / (self.seconds - self.prefill) if more > 0 else 0.0
 
     @property
     def repeated(self) -> float | None:
@@ -165,7 +166,7 @@ class Bench:
         engine.ahead = self._aheads[arm.spec.overlap]
         return engine
 
-    def predict(self, arm: Arm, run: Run, plain: Run, batch_size: int) -> Prediction | None:
+    def predict(self, arm: Arm, run: Run, plain: Run) -> Prediction | None:
         """The predicted speed-up of a run over its plain run; None for plain decoding.
 
         Cost curves are measured at the first call. Call it after `measure`, so that runs do not include their time.
@@ -178,8 +179,7 @@ class Bench:
             self._target = measure_curve(engine.runner)
         if key not in self._curves:  # up to the rows of a prompt, which the draft model reads too
             self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 64)))
-        done, before = run.counted(batch_size), plain.counted(batch_size)
-        return predict(done, before, self._target, self._curves[key], type(engine.drafter).at_once)
+        return predict(run.counts, plain.counts, self._target, self._curves[key], type(engine.drafter).at_once)
 
     def workload(self, name: str, prompts: Seq[Prompt], params: SamplingParams, batch_size: int = 1) -> Workload:
         """The prompts as tokens. Answers before later turns are generated once, by the target with plain decoding.
@@ -214,8 +214,7 @@ class Bench:
             run_batch(
                 self.install(arm), [(p, replace(s, max_tokens=few, min_tokens=0)) for p, s in batch], run := Run()
             )
-            prompts = run.counted(len(batch)).prefill
-            total += prompts + (run.seconds - prompts) * workload.params.max_tokens / few
+            total += run.prefill + (run.seconds - run.prefill) * workload.params.max_tokens / few
         return total
 
     def measure(
@@ -288,6 +287,9 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     run.times.add(before, -1.0)
     for name, metrics, earlier in levels:
         run.levels.setdefault(name, SpecMetrics()).add(metrics.since(earlier))
-    for i in range(len(batch)):
-        run.completions.append(done[f"bench{i}"])
-        run.metrics.add(done[f"bench{i}"].metrics.spec)
+    completions = [done[f"bench{i}"] for i in range(len(batch))]
+    run.completions += completions
+    run.num_batches += 1
+    run.prefill += max((c.metrics.time_to_first_token for c in completions), default=0.0)
+    for completion in completions:
+        run.metrics.add(completion.metrics.spec)

@@ -68,7 +68,7 @@ def make_records(
     for arm in bench.arms:
         made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
         middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
-        found = bench.predict(arm, runs[arm][middle], plain[middle], workload.batch_size)
+        found = bench.predict(arm, runs[arm][middle], plain[middle])
         records.append(made if found is None else {**made, "prediction": found.as_dict()})
     return records
 
@@ -82,8 +82,7 @@ def make_record(
     arm's own median could contradict `speedup`.
     """
     ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
-    batch = int(str(config.get("batch_size", 1)))
-    later = [(mine.decoded_per_s(batch), its.decoded_per_s(batch)) for mine, its in zip(runs, plain, strict=True)]
+    later = [(mine.decoded_per_s, its.decoded_per_s) for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
     metrics, usage = runs[0].metrics, Usage()
     for run in runs:

@@ -115,37 +115,28 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
     """
     repetitions, c, accepted = record["repetitions"], record["config"], record["acceptance"]
     counted = {name for r in repetitions for name in r["counted"]}
-    short = any(r["num_output_tokens"] < r["num_completed"] * c["max_tokens"] for r in repetitions)
+    by_chunks, no_sizes = "chunks" in counted, record["itl_token_ms"] is None and bool(counted)
+    short = not by_chunks and any(r["num_output_tokens"] < r["num_completed"] * c["max_tokens"] for r in repetitions)
+    by_characters = c["num_input_tokens"] is not None and not bench.tokenized
+    known = any(r["num_cached_tokens"] for r in repetitions)
+    drafted = c["fields"].get("speculation") == "off" and accepted is not None
     cut = f"--max-seconds ended a run after {fewest} of {c['num_requests']} requests: arms may have sent different ones"
+    burst = min(r["num_requests"] for r in repetitions) < 2 * (c["concurrency"] or 0)
+    busy = any(r["generator_cpu"] > BUSY for r in repetitions)
+    late = any((r["late_ms"] or 0) > LATE for r in repetitions)
+    everybody = accepted is not None and accepted["source"] == "/metrics"
     said = {
-        "the server tells no usage: output tokens are chunks, too few where tokens arrive together": "chunks"
-        in counted,
-        "the server does not tell which tokens a chunk holds: ITL by chunks only": (
-            record["itl_token_ms"] is None and counted
-        ),
-        "some answers ended before their length (--ignore-eos generates to it): compare throughput with care": (
-            short and "chunks" not in counted
-        ),
-        "the server has no /tokenize: prompts have about the asked length, by their characters": (
-            c["num_input_tokens"] is not None and not bench.tokenized
-        ),
-        "the server knew parts of prompts from before: first tokens came sooner than of new prompts": (
-            any(r["num_cached_tokens"] for r in repetitions)
-        ),
-        "the server drafted although speculation was off: the arms are alike": (
-            c["fields"].get("speculation") == "off" and accepted is not None
-        ),
+        "the server tells no usage: output tokens are chunks, too few where tokens arrive together": by_chunks,
+        "the server does not tell which tokens a chunk holds: ITL by chunks only": no_sizes,
+        "some answers ended before their length (--ignore-eos generates to it): compare throughput with care": short,
+        "the server has no /tokenize: prompts have about the asked length, by their characters": by_characters,
+        "the server knew parts of prompts from before: first tokens came sooner than of new prompts": known,
+        "the server drafted although speculation was off: the arms are alike": drafted,
         cut: fewest < c["num_requests"],
-        "fewer than two requests a client: this is a burst, and not all clients are busy throughout": (
-            min(r["num_requests"] for r in repetitions) < 2 * (c["concurrency"] or 0)
-        ),
-        "the generator took most of a core: its own speed may be what was measured": (
-            any(r["generator_cpu"] > BUSY for r in repetitions)
-        ),
-        f"some requests were sent more than {LATE:g} ms late": any((r["late_ms"] or 0) > LATE for r in repetitions),
-        "acceptance is from the server's counters, which count everybody's requests": (
-            accepted is not None and accepted["source"] == "/metrics"
-        ),
+        "fewer than two requests a client: this is a burst, and not all clients are busy throughout": burst,
+        "the generator took most of a core: its own speed may be what was measured": busy,
+        f"some requests were sent more than {LATE:g} ms late": late,
+        "acceptance is from the server's counters, which count everybody's requests": everybody,
     }
     return [text for text, holds in said.items() if holds]
 

@@ -137,7 +137,7 @@ class BenchCell:
         if way is None:
             return made
         pairs = list(zip(runs[arm], runs[bench.arms[0]], strict=True))
-        checked, drafted = zip(*(_costs(mine, plain, self.batch) for mine, plain in pairs), strict=True)
+        checked, drafted = zip(*(_costs(mine, plain) for mine, plain in pairs), strict=True)
         made |= {"verify_cost": median(checked), "draft_cost": median(drafted)}
         made |= {"verify_costs": list(checked), "draft_costs": list(drafted)}
         runner = getattr(bench.install(arm).drafter, "runner", None)
@@ -152,14 +152,13 @@ class BenchCell:
         return made
 
 
-def _costs(mine: Run, plain: Run, batch: int) -> tuple[float, float]:
+def _costs(mine: Run, plain: Run) -> tuple[float, float]:
     """Costs of verifying and of drafting in a mean round, each divided by a plain decode step of the same turns.
 
     The prefill is left out of the target's time.
     """
-    done, before = mine.counted(batch), plain.counted(batch)
-    one = max(1e-9, plain.times.target - before.prefill) / before.num_steps
-    return max(0.0, mine.times.target - done.prefill) / done.num_steps / one, mine.times.draft / done.num_steps / one
+    steps, one = mine.counts.num_steps, max(1e-9, plain.times.target - plain.prefill) / plain.counts.num_steps
+    return max(0.0, mine.times.target - mine.prefill) / steps / one, mine.times.draft / steps / one
 
 
 @dataclass(frozen=True)
