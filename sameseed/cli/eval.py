@@ -20,7 +20,7 @@ from sameseed.cli.console import (
 from sameseed.cli.flags import EvalArgs
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, words
 from sameseed.errors import ConfigError
-from sameseed.measure.quality import compare, show, suite
+from sameseed.measure.quality import compare, show, tasks
 from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.show import Variant
 from sameseed.measure.quality.tasks import EvalSettings
@@ -46,11 +46,11 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
     model = args.name or engine.model
-    suite.check(asked)
+    tasks.check(asked)
     llm = load_llm(model, draft_choice(args.draft, model), quiet=args.json, **engine.settings)
     variant = Variant(model, llm.config.format, llm.config.cache.format)
     with stages("evaluating", args.json) as tick:
-        quality = suite.evaluate(llm, asked, tick)
+        quality = tasks.evaluate(llm, asked, tick)
     config = stored(llm.engine.runner.model, llm.config.format, llm.engine.runner.cache.format)
     found = show.make_record(variant, asked, quality, config)
     keep([found], out, args.json)

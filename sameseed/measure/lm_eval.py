@@ -10,8 +10,16 @@ or the harness's own command, with this model registered:
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from contextlib import redirect_stderr
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,17 +27,22 @@ import torch
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.quality.perplexity import log_likelihoods
-from sameseed.measure.quality.tasks import answer
+from sameseed.measure.quality.tasks import EvalSettings, Report, Splits, TaskResult, answer, read_rows, silent
 from sameseed.request import SamplingParams
 
 try:
+    import datasets
+    import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
 
 MAX_TOKENS = 256
+FEWSHOT_SEED = 1234  # the harness's default
+INVALID = "[invalid]"  # the harness's mark for an answer from which no result could be extracted
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")  # named as in SamplingParams
 IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_length", "skip_special_tokens"}
 
@@ -148,6 +161,81 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     if given.get("do_sample") is False:
         chosen["temperature"] = 0.0
     return SamplingParams(max_tokens=int(length), stop=stop, **({"seed": 0} | chosen))
+
+
+def run_harness(llm: LLM, name: str, settings: EvalSettings, report: Report = silent) -> TaskResult:
+    """Run a task on a loaded model. Raises ConfigError as `read_rows` does."""
+    splits, notes = read_rows(name, settings)
+    s, differs = settings, {}  # differs: generation settings that override the task's own
+    if s.temperature > 0:
+        differs = {"do_sample": True, "temperature": s.temperature, "top_p": s.top_p, "seed": s.seed}
+    if s.max_tokens is not None:
+        differs["max_gen_toks"] = s.max_tokens
+    model = SameseedLM(llm, report=partial(report, name))
+    # Silence the harness's progress bars and messages, which would mix with this program's.
+    with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        datasets.disable_progress_bars()
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        tasks = _write_tasks(name, splits, Path(lm_eval.__file__).parent / "tasks", Path(folder))
+        loaded = TaskManager(include_path=folder, include_defaults=False).load(tasks)
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            task.set_config(key="generation_kwargs", value=differs, update=True)
+        found = lm_eval.evaluate(
+            lm=model,
+            task_dict=loaded,
+            bootstrap_iters=0,
+            apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
+        )
+    samples = [sample for task in tasks for sample in found["samples"][task]]
+    if model.num_cut:
+        length = llm.engine.max_model_len
+        notes += (f"{model.num_cut} prompts lost their beginning: the model's context has {length} tokens",)
+    return _result(name, samples, notes)
+
+
+def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:
+    """Write the rows, and task files that include the harness's own but read these rows; returns the tasks' names."""
+    files = {}
+    for split, rows in splits.items():
+        files[split] = str(folder / f"{split}.jsonl")
+        Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if name == "gsm8k":
+        sources = {name: theirs / "gsm8k" / "gsm8k.yaml"}
+    else:  # a task for each subject
+        subjects = sorted({row["category"].replace(" ", "_") for row in splits["test"]})
+        sources = {f"{name}_{s}": theirs / name / f"{name}_{s}.yaml" for s in subjects}
+    for task, source in sources.items():
+        if not source.is_file():
+            raise ConfigError(f"lm-evaluation-harness has no {source.stem!r}; is this the data of {name}?")
+        where = {"data_files": files, "cache_dir": str(folder)}
+        own = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": where}
+        # JSON is YAML.
+        (folder / f"{task}.yaml").write_text(json.dumps({"include": str(source), "task": task, **own}))
+    return list(sources)
+
+
+def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> TaskResult:
+    """A TaskResult from the harness's samples: score and generated answer of each question."""
+    asked = [s for s in samples if s["filter"] != "strict-match"]
+    scores = tuple(float(s["exact_match"]) for s in asked)
+    missing = sum(s["filtered_resps"][0] == INVALID for s in asked)
+    answers = tuple(s["resps"][0][0] for s in asked)
+    if name == "gsm8k":
+        strict = [s["exact_match"] for s in samples if s["filter"] == "strict-match"]
+        extra = {"strict": sum(strict) / len(strict), "without_number": missing}
+        return TaskResult(name, "exact match", scores, extra, notes, answers)
+    subjects: dict[str, list[float]] = defaultdict(list)
+    for score, sample in zip(scores, asked, strict=True):
+        subjects[sample["doc"]["category"]].append(score)
+    extra = {
+        # Per subject, because the overall mean weights each subject by its number of questions.
+        "subjects": {s: {"value": sum(v) / len(v), "num_questions": len(v)} for s, v in sorted(subjects.items())},
+        "without_letter": missing,
+        "chance": sum(1 / len(s["doc"]["options"]) for s in asked) / len(asked),
+    }
+    return TaskResult(name, "accuracy", scores, extra, notes, answers)
 
 
 def main() -> int:

@@ -25,11 +25,10 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, RequestError, SameseedError, VocabularyError
 from sameseed.measure.bench import Bench, Run, fitted, fitting, interleave, run_batch
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.quality import suite
+from sameseed.measure.quality import tasks
 from sameseed.measure.quality.perplexity import estimate, mean_interval, ratio, ratio_interval
 from sameseed.measure.quality.show import Variant, make_record
-from sameseed.measure.quality.suite import Quality
-from sameseed.measure.quality.tasks import EvalSettings, Report, counter, silent
+from sameseed.measure.quality.tasks import EvalSettings, Quality, Report, counter, silent
 from sameseed.measure.workload import DEFAULT_PROMPTS, Arm, Workload, prompts_name, read_prompts, stored
 from sameseed.memory import available_memory
 from sameseed.models.config import EMBEDDED
@@ -95,7 +94,7 @@ def report(
     asked = asked or Comparing()
     if len(parsed) < 1 or len(set(parsed)) < len(parsed):
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
-    suite.check(asked.quality)
+    tasks.check(asked.quality)
     prompts, spec, base = read_prompts(asked.prompts, asked.num_prompts), draft_spec(parsed[0], asked), parsed[0]
 
     def each(of: Iterable[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
@@ -117,7 +116,7 @@ def report(
     def quality_of(v: Variant) -> Quality:
         llm = LLM(v.model, **{**asked.engine, **v.settings})
         try:
-            found = suite.evaluate(llm, asked.quality, lambda s, d, t: progress(f"{v.label}: {s}", d, t))
+            found = tasks.evaluate(llm, asked.quality, lambda s, d, t: progress(f"{v.label}: {s}", d, t))
         finally:
             del llm
             gc.collect()

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from sameseed import scheme, store
 from sameseed.errors import ConfigError
-from sameseed.measure.quality.suite import Quality
-from sameseed.measure.quality.tasks import EvalSettings
+from sameseed.measure.quality.tasks import EvalSettings, Quality
 from sameseed.models.loader import resolve_model
 from sameseed.report import record
 from sameseed.report.plot import Panel, Series, draw, source

@@ -1,22 +1,38 @@
-"""What all tasks share, and HumanEval (Chen et al., 2021): complete functions, pass@1 with one sample per problem."""
+"""Evaluation of a loaded model: perplexity and tasks, chosen by name.
+
+HumanEval (Chen et al., 2021): complete functions, pass@1 with one sample per problem. GSM8K and MMLU-Pro run by
+lm-evaluation-harness (`measure/lm_eval.py`), whose task files define prompts, stop strings and scoring. Their rows come
+from a folder or the hub; they are checked, and a `limit` is spread over the whole set.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from sameseed.engine.llm import LLM
+from sameseed.errors import ConfigError, nearest
 from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.quality import data, sandbox
-from sameseed.measure.quality.data import HUMANEVAL, Row
-from sameseed.measure.quality.perplexity import STRIDE, WINDOW, Interval, estimate, mean_interval
+from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, HUMANEVAL, MMLU_PRO, MMLU_PRO_SHOTS, Row
+from sameseed.measure.quality.perplexity import (
+    STRIDE,
+    WINDOW,
+    Interval,
+    Perplexity,
+    estimate,
+    mean_interval,
+    perplexity,
+)
 from sameseed.request import MAX_SEED, SamplingParams
 
 Report = Callable[[str, int, int], None]  # stage, done, total
@@ -27,6 +43,12 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 PERPLEXITY = "perplexity"
+HARNESS = ("gsm8k", "mmlu_pro")
+SHOTS = 5
+LETTERS = "ABCDEFGHIJ"
+Splits = dict[str, list[Row]]
+TASKS = ("humaneval", *HARNESS)
+NAMES = (PERPLEXITY, *TASKS)
 
 
 @dataclass(frozen=True)
@@ -167,3 +189,114 @@ def humaneval(llm: LLM, settings: EvalSettings, report: Report = silent) -> Task
         notes,
         tuple(texts),
     )
+
+
+def read_rows(name: str, settings: EvalSettings) -> tuple[Splits, tuple[str, ...]]:
+    """The rows of a task by the harness's name of their split, and notes for the result.
+
+    Raises ConfigError for missing or invalid data, or if the harness is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
+    notes: tuple[str, ...] = ()
+    if name == "gsm8k":
+        rows = data.rows(GSM8K, settings.data)
+        if settings.data is None or data.find(settings.data, GSM8K_SHOTS) is not None:
+            shots = data.rows(GSM8K_SHOTS, settings.data)
+        else:
+            shots, rows = rows[:SHOTS], rows[SHOTS:]
+            notes = (f"no {GSM8K_SHOTS.files[0]}: the first {SHOTS} test questions are examples and are not asked",)
+        if not rows:
+            raise ConfigError(f"the test set holds no more than the {SHOTS} examples; give more rows")
+        return {"train": shots, "test": data.take(rows, settings.limit)}, notes
+    rows = data.take(data.rows(MMLU_PRO, settings.data), settings.limit)
+    for row in rows:
+        if row["answer"] not in list(LETTERS[: len(row["options"])]):  # a list: "" and "AB" are in the string
+            raise ConfigError(f"mmlu_pro: question {row.get('question_id')} has no option {row['answer']!r}")
+    return {"validation": data.rows(MMLU_PRO_SHOTS, settings.data), "test": rows}, notes
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Results of one model: its perplexity on the text named `text`, and one result per task."""
+
+    perplexity: Perplexity | None
+    text: str | None
+    results: tuple[TaskResult, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self, seed: int) -> dict[str, Any]:
+        """Plain data for a record. `seed`: of the bootstrap intervals."""
+        found: dict[str, Any] = {"perplexity": None, "tasks": [r.as_dict(seed) for r in self.results]}
+        if self.perplexity is not None:
+            p = self.perplexity
+            found["perplexity"] = {
+                "text": self.text,
+                **estimate(p.perplexity, p.interval(seed)),
+                "bits_per_byte": p.bits_per_byte if math.isfinite(p.perplexity) else None,
+                "tokens": p.tokens,
+                "bytes": p.num_bytes,
+                **{name: getattr(p, name) for name in ("window", "stride", "whole")},
+                "tokens_digest": p.digest,
+                "notes": list(self.notes),
+            }
+        return found
+
+
+def check(asked: EvalSettings) -> None:
+    """Raise ConfigError for anything that would fail later: no task, an unknown task, missing or invalid data."""
+    for name in asked.tasks:
+        if name not in NAMES:
+            raise ConfigError(f"no task {name!r}{nearest(name, NAMES)} (there are: {', '.join(NAMES)})")
+        if name == PERPLEXITY:
+            _text(asked)
+        elif name == "humaneval":
+            data.rows(data.HUMANEVAL, asked.data)
+        else:
+            read_rows(name, asked)
+    if not asked.tasks:
+        raise ConfigError(f"no tasks; give one or more of {', '.join(NAMES)}")
+
+
+def _text(asked: EvalSettings) -> tuple[str, str]:
+    """The text for perplexity and its name. Raises ConfigError."""
+    if asked.text is None:
+        return data.wikitext(asked.data)
+    text = data.text_of(asked.text)
+    if not text.strip():
+        raise ConfigError(f"{asked.text} holds no text; name another with --text")
+    return text, asked.text.name
+
+
+def evaluate(llm: LLM, asked: EvalSettings, report: Report = silent) -> Quality:
+    """Run the tasks, perplexity first. Raises ConfigError as `check` does."""
+    check(asked)
+    found, text_name, notes = None, None, []
+    if PERPLEXITY in asked.tasks:
+        content, text_name = _text(asked)
+        found = perplexity(llm, content, asked.window, asked.stride, asked.tokens, partial(report, PERPLEXITY))
+        # Notes name every deviation from the published protocol.
+        if found.window < asked.window:
+            notes.append(
+                f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
+            )
+        if found.stride < asked.stride:
+            notes.append(
+                f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
+            )
+        if not found.whole:
+            notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
+        if asked.text is None and "<unk>" in content:
+            notes.append(
+                "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between "
+                "models stand, absolute figures are not comparable with published ones"
+            )
+    results = []
+    for task in (name for name in TASKS if name in asked.tasks):
+        if task == "humaneval":
+            results.append(humaneval(llm, asked, report))
+        else:
+            from sameseed.measure.lm_eval import run_harness
+
+            results.append(run_harness(llm, task, asked, report))
+    return Quality(found, text_name, tuple(results), tuple(notes))

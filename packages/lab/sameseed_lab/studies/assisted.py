@@ -18,8 +18,7 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality import data
 from sameseed.measure.quality.perplexity import perplexity
 from sameseed.measure.quality.show import Variant, make_record
-from sameseed.measure.quality.suite import Quality
-from sameseed.measure.quality.tasks import PERPLEXITY, EvalSettings, humaneval
+from sameseed.measure.quality.tasks import PERPLEXITY, EvalSettings, Quality, humaneval
 from sameseed.measure.usage import Meter
 from sameseed.measure.workload import stored
 from sameseed.models.loader import resolve_model

@@ -9,7 +9,7 @@ from lawkit import write_model
 
 from sameseed import LLM
 from sameseed.errors import ConfigError
-from sameseed.measure.quality import data, suite, tasks
+from sameseed.measure.quality import data, tasks
 from sameseed.measure.quality.data import GSM8K, HUMANEVAL, TEXT
 from sameseed.measure.quality.tasks import EvalSettings
 
@@ -74,22 +74,18 @@ def test_humaneval_reads_code_blocks_of_a_chat(data_folder, text):
 
 @pytest.fixture
 def harness(monkeypatch):
-    """Skips tests of tasks that run through the harness where it is not installed."""
+    """The module that runs tasks through the harness; skips tests where that is not installed."""
     pytest.importorskip("lm_eval", reason="the harness is an extra: pip install '.[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def harness_answers(monkeypatch, answers):
-    """The same as `answering`, behind the suite."""
     from sameseed.measure import lm_eval
 
-    return answering(monkeypatch, lm_eval, answers)
+    return lm_eval
 
 
 def test_gsm8k_scores_and_leaves_its_examples_out(harness, llm, data_folder, monkeypatch):
     answers = {"the sum of 1003?\nAnswer:": "it is\n#### 1004", "the sum of 1005?\nAnswer:": "1005 + 1 = 1,006"}
-    asked = harness_answers(monkeypatch, answers)
-    result = suite.run_harness(llm, "gsm8k", EvalSettings(data=data_folder))
+    asked = answering(monkeypatch, harness, answers)
+    result = harness.run_harness(llm, "gsm8k", EvalSettings(data=data_folder))
     assert len(asked) == len(result.scores) == 9 and result.scores[0] == result.scores[2] == 1.0
     assert sum(result.scores) == 2 and result.extra == {"strict": pytest.approx(1 / 9), "without_number": 7}
     assert all(text.count("Question:") == 6 and "the sum of 998?" in text for text in asked)
@@ -100,23 +96,23 @@ def test_gsm8k_takes_the_training_set_for_examples(harness, llm, data_folder, tm
     rows = data.rows(data.GSM8K, data_folder)
     write_rows(tmp_path / "gsm8k-test.jsonl", rows)
     write_rows(tmp_path / "gsm8k-train.jsonl", [{"question": f"train {n}", "answer": "#### 1"} for n in range(9)])
-    asked = harness_answers(monkeypatch, {})
-    result = suite.run_harness(llm, "gsm8k", EvalSettings(data=tmp_path, limit=4))
+    asked = answering(monkeypatch, harness, {})
+    result = harness.run_harness(llm, "gsm8k", EvalSettings(data=tmp_path, limit=4))
     assert len(asked) == 4 and result.notes == () and asked[0].count("train ") == 5
     assert "the sum of 998?" in asked[0] and "the sum of 1001?" in asked[1]  # spread over the whole set
 
 
 def test_a_short_context_cuts_the_beginning(harness, pair_folders, data_folder, monkeypatch):
-    asked = harness_answers(monkeypatch, {})
-    result = suite.run_harness(LLM(str(pair_folders[0])), "gsm8k", EvalSettings(data=data_folder, limit=3))
+    asked = answering(monkeypatch, harness, {})
+    result = harness.run_harness(LLM(str(pair_folders[0])), "gsm8k", EvalSettings(data=data_folder, limit=3))
     assert asked[0].count("Question:") < 6 and asked[0].endswith("the sum of 1003?\nAnswer:")
     assert "3 prompts lost their beginning" in result.notes[1]
 
 
 def test_mmlu_pro_asks_after_examples_of_its_subject(harness, llm, data_folder, monkeypatch):
     answers = {"option 3 of 1\nAnswer: Let's think step by step.": "so the answer is (B)."}
-    asked = harness_answers(monkeypatch, answers)
-    result = suite.run_harness(llm, "mmlu_pro", EvalSettings(data=data_folder))
+    asked = answering(monkeypatch, harness, answers)
+    result = harness.run_harness(llm, "mmlu_pro", EvalSettings(data=data_folder))
     assert result.scores == (1, 0, 0, 0, 0, 0, 0, 0)  # the questions of law, then those of math
     assert result.extra["subjects"]["law"] == {"value": 0.25, "num_questions": 4}
     assert result.extra["without_letter"] == 7 and result.extra["chance"] == 0.25
@@ -132,7 +128,7 @@ def test_a_wrong_letter_in_the_data_is_refused(harness, data_folder, tmp_path, l
     write_rows(tmp_path / "mmlu_pro-test.jsonl", [{**rows[0], "answer": letter}])
     write_rows(tmp_path / "mmlu_pro-shots.jsonl", data.rows(data.MMLU_PRO_SHOTS, data_folder))
     with pytest.raises(ConfigError, match=f"no option '{letter}'"):
-        suite.read_rows("mmlu_pro", EvalSettings(data=tmp_path))
+        tasks.read_rows("mmlu_pro", EvalSettings(data=tmp_path))
 
 
 def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, tmp_path):
@@ -140,25 +136,25 @@ def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, 
         rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
         write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
     with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        suite.run_harness(llm, "mmlu_pro", EvalSettings(data=tmp_path))
+        harness.run_harness(llm, "mmlu_pro", EvalSettings(data=tmp_path))
 
 
 def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
-    monkeypatch.setattr("sameseed.measure.quality.suite.find_spec", lambda name: None)
+    monkeypatch.setattr("sameseed.measure.quality.tasks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
-        suite.check(EvalSettings(("gsm8k",), data_folder))
+        tasks.check(EvalSettings(("gsm8k",), data_folder))
 
 
 def test_all_tasks_run_on_a_model_and_report(harness, llm, data_folder):
     seen = {}
-    asked = EvalSettings(suite.NAMES, data_folder, 2, True, 0.7, max_tokens=12, seed=3, window=64, stride=32)
-    found = suite.evaluate(llm, asked, lambda s, d, t: seen.update({s: d}))
-    assert [r.task for r in found.results] == [*suite.TASKS]
+    asked = EvalSettings(tasks.NAMES, data_folder, 2, True, 0.7, max_tokens=12, seed=3, window=64, stride=32)
+    found = tasks.evaluate(llm, asked, lambda s, d, t: seen.update({s: d}))
+    assert [r.task for r in found.results] == [*tasks.TASKS]
     assert found.perplexity is not None and found.perplexity.perplexity > 1
     assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
     assert json.loads(json.dumps(found.as_dict(0)))["tasks"][1]["num_questions"] == 2
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
-    again = suite.evaluate(llm, replace(asked, tasks=("gsm8k",)))
+    again = tasks.evaluate(llm, replace(asked, tasks=("gsm8k",)))
     assert again.results[0].answers == found.results[1].answers
 
 
@@ -173,7 +169,7 @@ def test_the_answer_to_a_question_does_not_depend_on_the_others(llm):
 
 def test_text_that_differs_from_the_protocol_is_said(llm, tmp_path):
     (tmp_path / "wikitext2-test.txt").write_text("\n = <unk> = \n \n the sum of <unk> parts \n" * 8)
-    found = suite.evaluate(llm, EvalSettings(data=tmp_path, window=8192, stride=64, tokens=90))
+    found = tasks.evaluate(llm, EvalSettings(data=tmp_path, window=8192, stride=64, tokens=90))
     said = " ".join(found.notes)
     assert "clipped" in said and "<unk>" in said and "first 90 tokens" in said
 
