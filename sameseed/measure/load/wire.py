@@ -141,10 +141,10 @@ async def await_ready(client: httpx.AsyncClient, url: str) -> None:
                 await asyncio.sleep(0.5)
 
 
-async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "--model") -> dict[str, Any]:
+async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
     """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
 
-    `flag`: the option that names a model, for error messages. Raises ConfigError if there is no such server.
+    Raises ConfigError if there is no such server.
     """
     import httpx
 
@@ -159,9 +159,8 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint, flag: str = "
     if response.status_code != 200:
         if endpoint.model:
             return {}
-        raise ConfigError(
-            f"{endpoint.url}/{endpoint.version}/models answers {response.status_code}; name the model with {flag}"
-        )
+        where = f"{endpoint.url}/{endpoint.version}/models"
+        raise ConfigError(f"{where} answers {response.status_code}; name the model with --model")
     try:
         models = [dict(m) for m in response.json().get("data") or [{}]]
     except (ValueError, TypeError, AttributeError):
