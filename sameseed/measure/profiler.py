@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,26 @@ LOADING_BYTES = 512 << 20  # generous bound on the memory that loading needs bes
 Visit = tuple[dict[Pass, list[float]], TimedModel, Pass]  # where the seconds go, the model, the pass
 
 
-@dataclass
 class Candidate:
-    """A shape in one format: what to load, and later the measurements."""
+    """A shape or a model in one format: what to load, and later the measurements."""
 
-    role: str  # "target" or "draft"
-    config: ModelConfig
-    folder: Path | None  # None: random weights
-    format: str
-    quant: QuantScheme
-    chains: list[Pass]
-    others: list[Pass]
-    num_bytes: int  # weights and cache, estimated
-    samples: dict[Pass, list[float]] = field(default_factory=dict)  # seconds
-    work: dict[Pass, PassWork] = field(default_factory=dict)
-    stored: StoredModel | None = None
+    def __init__(self, grid: ProfileGrid, role: str, config: ModelConfig, folder: Path | None, format: str) -> None:
+        """`role`: "target" or "draft". `folder` None: random weights. Raises ConfigError for a context too long."""
+        self.role, self.config, self.folder, self.format = role, config, folder, format
+        self.chains, self.others = grid.passes(config, role)
+        self.passes = self.chains + self.others
+        self.quant = QuantScheme.parse(format)
+        if role == "target":  # as an engine stores it
+            self.quant = self.quant.with_head() if folder is None else target_scheme(format, folder)
+        with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
+            if not isinstance(source, RandomCheckpoint):
+                source.check(config)
+            self.num_bytes = weight_bytes(config, source, self.quant, device=grid.device)  # and the cache; estimated
+            dense = dense_format(source, self.quant, expected_shapes(config))
+        self.num_bytes += cache_bytes(config, cache_format(grid.kv_format, dense), self.passes)
+        self.samples: dict[Pass, list[float]] = {}  # seconds
+        self.work: dict[Pass, PassWork] = {}
+        self.stored: StoredModel | None = None
 
 
 class Profiler:
@@ -74,25 +79,12 @@ class Profiler:
 
     def _candidates(self, role: str, shape: str | None, model: str | None, formats: Seq[str]) -> list[Candidate]:
         """A shape or a model in each format."""
-        folder, name = (None, shape.lower()) if shape is not None else (resolve_model(model or ""), model or "")
-        config = get_shape(name) if folder is None else read_config(folder)
-        self.names[role] = name if folder is None else record.model_name(name)
+        folder = None if shape is not None else resolve_model(model or "")
+        config = get_shape(shape or "") if folder is None else read_config(folder)
+        self.names[role] = (shape or "").lower() if folder is None else record.model_name(model or "")
         if role == "target" and self.grid.layers is not None:
             config = replace(config, num_layers=self.grid.layers, windows=config.windows[: self.grid.layers])
-        return [self._candidate(role, config, folder, format) for format in formats]
-
-    def _candidate(self, role: str, config: ModelConfig, folder: Path | None, format: str) -> Candidate:
-        chains, others = self.grid.passes(config, role)
-        quant = QuantScheme.parse(format)
-        if role == "target":  # as an engine stores it
-            quant = quant.with_head() if folder is None else target_scheme(format, folder)
-        with nullcontext(RandomCheckpoint(config)) if folder is None else open_checkpoint(folder) as source:
-            if not isinstance(source, RandomCheckpoint):
-                source.check(config)
-            size = weight_bytes(config, source, quant, device=self.grid.device)
-            dense = dense_format(source, quant, expected_shapes(config))
-        size += cache_bytes(config, cache_format(self.grid.kv_format, dense), chains + others)
-        return Candidate(role, config, folder, format, quant, chains, others, size)
+        return [Candidate(self.grid, role, config, folder, format) for format in formats]
 
     def _fits_together(self) -> bool:
         """Whether all formats fit in memory at once. Raises ConfigError if one does not even fit alone."""
@@ -158,7 +150,7 @@ class Profiler:
         self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
 
     def _load(self, x: Candidate, tell: Report) -> TimedModel:
-        longest = max(job.context + job.new_tokens for job in x.chains + x.others)
+        longest = max(job.context + job.new_tokens for job in x.passes)
         before = usage.resident(self.grid.device)
         usage.reset_peak(self.grid.device)
         start = time.perf_counter()
@@ -172,10 +164,10 @@ class Profiler:
         else:
             model = load_model(x.folder, self.ops, x.quant, longest, self.grid.device, progress)
         took = time.perf_counter() - start
-        subject = TimedModel(model, self.grid.kv_format, x.chains + x.others)
+        subject = TimedModel(model, self.grid.kv_format, x.passes)
         subject.seconds(x.chains[-1])  # one pass before the peak is read, so that the peak includes scratch memory
         self.peak_memory = max(self.peak_memory, usage.peak(self.grid.device))
-        x.work = {job: subject.work(job) for job in x.chains + x.others}
+        x.work = {job: subject.work(job) for job in x.passes}
         x.stored = StoredModel(
             x.format,
             subject.kv_format,

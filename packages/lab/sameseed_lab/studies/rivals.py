@@ -22,7 +22,7 @@ import sameseed
 from sameseed import registry
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
-from sameseed.report.plot import Panel, Series
+from sameseed.report.plot import Panel, Series, lines
 from sameseed.report.schemas import PEER_SCHEMA
 from sameseed_lab.studies._setup import StudySetup
 from sameseed_lab.studies._study import Plot, Records, Row, Study, Table, Tell, figure, rows_of
@@ -202,12 +202,8 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     panels, text_panels = list[Panel](), list[Panel]()
     for place in dict.fromkeys(row["place"] for row in rows):
         here = [row for row in rows if row["place"] == place]
-        timed = [row for row in here if row["times"]]
-        series = []
-        for row in timed:
-            points = list(row["medians"].items())
-            series.append(Series(row["label"], points, spread=[_ends(row["times"][m], v) for m, v in points]))
-        panels.append(Panel(f"beside {here[0]['peer']}, {place[1]}: ms of a pass", "rows", series))
+        points = [(r["label"], m, v, [*r["times"][m], v]) for r in here for m, v in r["medians"].items()]
+        panels.append(Panel(f"beside {here[0]['peer']}, {place[1]}: ms of a pass", "rows", lines(points)))
         said = {row["label"]: (row["ours"], row["texts"]["tokens_per_s"]) for row in here if row.get("texts")}
         text_panels.append(_two(f"{place[1]}: tokens/s", said))
     for what, title in (("prefill", "prompt of 512: tokens/s"), ("batch", "16 sequences: tokens/s")):
@@ -221,16 +217,12 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     return plots, [*(_tables(passes) if passes else []), *([text_table(texts)] if texts else [])]
 
 
-def _ends(values: list[float], middle: float) -> tuple[float, float]:
-    return min(*values, middle), max(*values, middle)
-
-
 def _two(title: str, found: Mapping[str, tuple[bool, list[float]]]) -> Panel:
     """A bar for each arm, ours and theirs in two colours: the median, with the least and the most."""
     series = []
     for who, ours in (("ours", True), ("theirs", False)):
         bars = [(name, median(values), values) for name, (mine, values) in found.items() if mine is ours]
-        spread = [_ends(values, middle) for _, middle, values in bars]
+        spread = [(min(*values, middle), max(*values, middle)) for _, middle, values in bars]
         series.append(Series(who, [(name, middle) for name, middle, _ in bars], spread=spread))
     return Panel(title, "", series, "across", stacked=True, form=".0f")
 
