@@ -72,8 +72,8 @@ class Profiler:
         self.names: dict[str, str] = {}  # by role
         self.candidates = self._candidates("target", shape, model, grid.formats)
         if grid.draft is not None:
-            named = (None, grid.draft) if Path(grid.draft).is_dir() else (grid.draft, None)
-            self.candidates += self._candidates("draft", *named, grid.draft_formats)
+            shape, model = (None, grid.draft) if Path(grid.draft).is_dir() else (grid.draft, None)
+            self.candidates += self._candidates("draft", shape, model, grid.draft_formats)
         self.interleaved = self._fits_together()
         self.peak_memory = 0
 
