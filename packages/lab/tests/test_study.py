@@ -184,9 +184,7 @@ def test_settings_decide_what_is_there(tmp_path: Path) -> None:
     file.write_text("the only prompt")
     read = [StudySetup("small", tmp_path, file, num_prompts=n) for n in (2, 3)]
     assert len({setup.digest(cell) for setup in read}) == 1, "the same prompts"
-    assert len({setup.digest(assisted.QualityCell("x", "bf16", "perplexity")) for setup in read}) == 2, (
-        "but more of the text"
-    )
+    assert len({s.digest(assisted.QualityCell("x", "bf16", "perplexity")) for s in read}) == 2, "but more of the text"
 
 
 def test_bad_usage_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
