@@ -58,6 +58,13 @@ LLAMA3_ROPE = {
 }
 
 
+PHI4 = {
+    "hidden_size": 64,
+    "original_max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "sliding_window": None,
+}
 GEMMA4 = {
     "model_type": "gemma4_text",
     "head_dim": 16,
@@ -105,6 +112,19 @@ def _plain_rope(model):
     from sameseed.models.layers import rope_table
 
     model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
+
+
+def _short_rope(model):
+    from sameseed.models.layers import rope_table
+
+    rope = replace(model.config.rope, long_factors=())
+    model.rope = rope_table(rope, model.config.head_dim, model.max_model_len)
+
+
+def _one_tap(model):
+    for layer in model.weights.layers:
+        if layer.conv is not None:
+            layer.conv[:-1] = 0
 
 
 def _all_rotate(model):
@@ -180,6 +200,27 @@ VARIANTS = {
         length=60,
         without=_plain_rope,
     ),
+    "phi4-mini": Variant(
+        "Phi3ForCausalLM",
+        {
+            **PHI4, "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+            },
+        },
+        length=100,
+        without=_short_rope,
+    ),
+    "lfm2": Variant(
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5,
+            "block_ff_dim": 100, "block_multiple_of": 24, "tie_word_embeddings": True, "conv_L_cache": 4,
+        },
+        without=_one_tap,
+    ),
+    "phi3": Variant("Phi3ForCausalLM", {**PHI4, "sliding_window": 7}, length=40, without=_no_window),
     "gemma3": Variant(
         "Gemma3ForCausalLM",
         {

@@ -67,6 +67,18 @@ FAMILIES = {
         "rms_norm_eps": 1e-6, "mtp_num_hidden_layers": 1,
     },
 }  # fmt: skip
+FAMILIES["phi3"] = {
+    "architectures": ["Phi3ForCausalLM"], "sliding_window": None, "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6,
+        "original_max_position_embeddings": 64, "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+    },
+}  # fmt: skip
+FAMILIES["lfm2"] = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 5, "norm_eps": 1e-5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES["qwen3_5_moe"] = {
     **FAMILIES["qwen3_5"], "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "llama",
     "Ministral3ForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "llama",
+    "Phi3ForCausalLM": "phi3",
+    "Lfm2ForCausalLM": "lfm2",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -57,6 +59,8 @@ GGUF_ARCHITECTURES = {
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "granite": ("GraniteForCausalLM", "granite"),
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -65,6 +69,7 @@ GGUF_ARCHITECTURES = {
 
 WITH_FACTORS = ("SmolLM3ForCausalLM", "GraniteForCausalLM")  # Llamas that differ in more than flags of their layers
 MSCALES = ("mscale", "mscale_all_dim")
+LONGROPE = ("short_factor", "long_factor")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "smollm2-head": "smollm2"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
@@ -84,7 +89,8 @@ class RopeConfig:
     """Rotary embedding: the base, and the scaling of frequencies.
 
     `kind`: "default" (no scaling), "linear", "llama3" (Llama 3.1's bands), "yarn", or "factors" (one divisor per
-    frequency). `magnitude` multiplies cosines and sines.
+    frequency). `magnitude` multiplies cosines and sines. `rotary_dim`: how many dimensions of a head rotate, the first
+    ones; 0: all.
     """
 
     theta: float = 10000.0
@@ -94,10 +100,12 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
     factors: tuple[float, ...] = ()  # [D/2]
+    long_factors: tuple[float, ...] = ()  # LongRoPE's, for models that may hold more than `original_max_len` tokens
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: round the bounds of its ramp to whole frequencies
     magnitude: float = 1.0
+    rotary_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,9 +238,19 @@ def llama_only(config: ModelConfig, what: str) -> ModelConfig:
 
 
 def base_config(
-    raw: Mapping[str, Any], where: str, *, qkv_bias: bool = False, qk_norm: bool = False, act: Seq[str] = SILU
+    raw: Mapping[str, Any],
+    where: str,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    act: Seq[str] = SILU,
+    rotates: float | None = None,
 ) -> ModelConfig:
-    """The fields that all families have; `act`: the names of the family's activation. Raises ModelLoadError."""
+    """The fields that all families have. Raises ModelLoadError.
+
+    `act`: the names of the family's activation. `rotates`: the share of a head that rotates where config.json does not
+    say it; None: the family rotates whole heads.
+    """
     architecture: str = raw["architectures"][0]
     whole = partial(whole_number, raw, where)
     hidden, heads, vocab_size = whole("hidden_size"), whole("num_attention_heads"), whole("vocab_size")
@@ -257,7 +275,7 @@ def base_config(
         head_dim=head_dim,
         max_model_len=max_len,
         rms_eps=positive_number(raw, "rms_norm_eps", 1e-6, where),
-        rope=_rope(raw, max_len, where),
+        rope=_rope(raw, max_len, where, head_dim, rotates),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias or bias,
         o_bias=bias and not qkv_bias,
@@ -391,7 +409,7 @@ def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
     return known
 
 
-def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
+def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotates: float | None) -> RopeConfig:
     # Older files: rope_theta beside rope_scaling {"type" | "rope_type"}; newer ones: rope_parameters holds both.
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -400,12 +418,16 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         theta = positive_number(scaling, "rope_theta", 10000.0, where)
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "su"):  # the last two are one
         raise ModelLoadError(
-            f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn"
+            f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn, longrope"
         )
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+    share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", rotates))
+    if rotates is None and share not in (None, 1):
         raise ModelLoadError(f"{where}: partial_rotary_factor is not supported here; the whole head must rotate")
+    rotary_dim = int(head_dim * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
+    if rotates is not None and (rotary_dim < 2 or rotary_dim % 2):
+        raise ModelLoadError(f"{where}: partial_rotary_factor {share!r} of {head_dim} dimensions is no even number")
     theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     low, high = (positive_number(scaling, f"{n}_freq_factor", d, where) for n, d in (("low", 1.0), ("high", 4.0)))
     if low >= high:
@@ -416,7 +438,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
     magnitude = growth[0] / (growth[1] if all(n in scaling for n in MSCALES) else 1.0) if kind == "yarn" else 1.0
     if kind == "yarn" and "mscale" in scaling and "mscale_all_dim" not in scaling:
         raise ModelLoadError(f"{where}: mscale of yarn without mscale_all_dim is not supported")
-    return RopeConfig(
+    rope = RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
@@ -427,6 +449,30 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str) -> RopeConfig:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_len=int(positive_number(scaling, "original_max_position_embeddings", max_len, where)),
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+    )
+    return _longrope(rope, {**raw, **scaling}, max_len, where, head_dim) if kind in ("longrope", "su") else rope
+
+
+def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: str, head_dim: int) -> RopeConfig:
+    """LongRoPE (Ding et al., 2024): factors for contexts up to the original length, and others for longer ones."""
+    lists, count = [], (rope.rotary_dim or head_dim) // 2
+    for name in LONGROPE:
+        values = given.get(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise ModelLoadError(f"{where}: {name} of longrope must list {count} numbers; mend config.json")
+        lists.append(tuple(positive_number({name: value}, name, 1.0, where) for value in values))
+    original = whole_number(given, where, "original_max_position_embeddings", max_len, least=2)
+    growth = max(1.0, positive_number(given, "factor", max_len / original, where))
+    magnitude = math.sqrt(1 + math.log(growth) / math.log(original))
+    magnitude = positive_number(given, "attention_factor", magnitude, where)
+    return replace(
+        rope,
+        kind="factors",
+        factors=lists[0],
+        long_factors=lists[1],
+        original_max_len=original,
+        magnitude=magnitude,
     )
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch, Steps
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
 from sameseed.models.layers import ModelWeights, rope_table
-from sameseed.ops import Grown, Ops, RowSource, normed_rows
+from sameseed.ops import Grown, Ops, RowSource, StateLayer, normed_rows
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -71,6 +71,7 @@ class Decoder(Runnable):
     """
 
     norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
+    last_norm: ClassVar[str] = "model.norm"  # before the LM head
     rotates_all: ClassVar[bool] = True  # whether all dimensions of a head rotate
     by_layer: ClassVar[bool] = False  # whether GGUF keys may list sizes that differ from layer to layer
     # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's. An entry may also be the name
@@ -113,7 +114,7 @@ class Decoder(Runnable):
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
         for i in range(config.num_layers):
             shapes |= cls.layer_shapes(config, i)
-        shapes["model.norm.weight"] = (config.hidden_size,)
+        shapes[f"{cls.last_norm}.weight"] = (config.hidden_size,)
         if not config.tied_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
         return shapes
@@ -138,7 +139,7 @@ class Decoder(Runnable):
         c = reader.config
         embedding = reader.matrix("model.embed_tokens", reader.spread)
         layers = tuple(reader.spread(lambda i: cls.read_layer(reader, i), range(c.num_layers)))
-        norm = reader.norm("model.norm")
+        norm = reader.norm(cls.last_norm)
         head = embedding if c.tied_embeddings else reader.matrix("lm_head", reader.spread)
         return ModelWeights(embedding, layers, norm, head, dense)
 
@@ -159,6 +160,8 @@ class Decoder(Runnable):
         super().__init__(ops, weights.norm.device, token_ids)
         if token_ids is not None:  # noise is keyed by token id, not by row of the LM head
             self.grow = lambda *_: None
+        if config.state_shapes and self.device.type != "cpu":
+            raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
         self.config = config
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len
@@ -203,3 +206,10 @@ class Decoder(Runnable):
         hidden = ops.capture([kept[i] for i in captures]) if captures else None
         chosen = None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
         return logits, hidden, chosen
+
+
+def state_layers(cache: KVCache) -> list[StateLayer]:
+    """What the recurrent layers of a model keep. Raises ConfigError for a cache without it."""
+    if cache.states is None:
+        raise ConfigError("recurrent layers cannot be checked or timed apart from an engine; take another model")
+    return cache.states.layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -33,31 +33,33 @@ def _matrices(w: Any) -> Iterator[QuantTensor]:
             yield from _matrices(part)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionWeights(Weights):
     """Weights of a layer's attention and its norms; q, k, v are stacked along O. Norms and biases are float32.
 
-    Where stacked weights have different formats, the stack is a tuple of several weights, in order.
+    Where stacked weights have different formats, the stack is a tuple of several weights, in order. `columns`: of their
+    product, where only some dimensions of a head rotate (`rotary_columns`).
     """
 
     input_norm: Tensor  # [C]
     qkv: QuantTensor | tuple[QuantTensor, ...]  # [(H + 2 Hk) D, C]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    columns: Tensor | None = None
     o: QuantTensor  # [C, H D]
-    o_bias: Tensor | None
+    o_bias: Tensor | None = None
     post_norm: Tensor  # [C]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights(AttentionWeights):
     """Weights of one decoder layer; gate and up are stacked along O."""
 
     gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
     down: QuantTensor  # [C, I]
-    down_bias: Tensor | None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def run_layer(
     Returns the layer's output [T, C]. `then`: what the next layer does with this output.
     """
     x = attend(ops, c, w, rows, residual, batch, kv, rope, window, Then(w.post_norm, c.rms_eps, w.gate_up))
+    return feed_forward(ops, c, w, x, then)
+
+
+def feed_forward(ops: Ops, c: ModelConfig, w: LayerWeights, x: Tensor, then: Then | None) -> Tensor:
+    """x [T, C] plus the layer's feed-forward network of it."""
     gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
     return ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then)
 
@@ -116,6 +123,7 @@ def attend(
 ) -> Tensor:
     """The attention of a layer; arguments and result as of `run_layer`."""
     qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
+    qkv = qkv if w.columns is None else ops.take(qkv, w.columns)
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
     scale = c.head_dim**-0.5 if c.score_factor is None else c.score_factor
@@ -155,6 +163,32 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """Cosines, then sines, of the angles at every position: float32 [P, D]."""
-    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]  # [P, D/2]
-    return torch.cat([angles.cos(), angles.sin()], dim=1) * rope.magnitude
+    """Cosines, then sines, of the angles at every position: float32 [P, D]; of `rotary_order`'s dimensions.
+
+    With LongRoPE the number of positions decides between its factors: so a row never depends on the text's length.
+    """
+    if rope.long_factors and num_positions > rope.original_max_len:
+        rope = replace(rope, factors=rope.long_factors)
+    inverse = inverse_frequencies(rope, rope.rotary_dim or head_dim)
+    angles = torch.arange(num_positions).float()[:, None] * inverse[None, :]  # [P, rotary dimensions / 2]
+    still = torch.zeros(num_positions, head_dim // 2 - len(inverse))
+    return torch.cat([angles.cos() * rope.magnitude, still + 1, angles.sin() * rope.magnitude, still], dim=1)
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> Tensor:
+    """A head's dimensions: the first half of those that rotate, as many others, then the second halves of both.
+
+    So its two halves rotate together; those that do not rotate have the angle 0.
+    """
+    half, rest = rotary_dim // 2, (head_dim + rotary_dim) // 2
+    parts = (range(half), range(rotary_dim, rest), range(half, rotary_dim), range(rest, head_dim))
+    return torch.tensor([i for part in parts for i in part])
+
+
+def rotary_columns(c: ModelConfig, apart: int | None = None) -> Tensor:
+    """Columns int32 of q, k and v, the heads of q and k in `rotary_order`; `apart`: from a head of q to the next."""
+    dim, order = c.head_dim, rotary_order(c.head_dim, c.rope.rotary_dim or c.head_dim)
+    apart = apart or dim
+    keys, wide = c.num_heads * apart, c.num_kv_heads * dim
+    starts = [*range(0, keys, apart), *range(keys, keys + wide, dim)]
+    return torch.cat([start + order for start in starts] + [torch.arange(keys + wide, keys + 2 * wide)]).int()

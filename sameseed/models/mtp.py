@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -23,10 +22,10 @@ from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.loader import open_checkpoint, read_config
 from sameseed.models.qwen35 import (
-    GatedAttention,
     GatedLayer,
     Qwen35,
     Qwen35Config,
+    gated_attention,
     mtp_names,
     mtp_shapes,
     read_attention,
@@ -44,16 +43,10 @@ sizes = attrgetter("architecture", "vocab_size", "hidden_size", "num_layers", "n
 class MtpHead(EagleHead):
     """The block with its weights: an EAGLE head whose layer is gated attention. `fc_norms[0]`: the embedding's norm."""
 
-    def __init__(self, config: HeadConfig, *args: Any) -> None:
-        super().__init__(config, *args)
-        assert isinstance(config.layer, Qwen35Config)
-        self.attention = GatedAttention(config.layer, self.max_model_len, self.device)
-        self.rope = self.attention.table
-
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        w, eps = self.weights, self.config.layer.rms_eps
+        c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         assert w.target_norm is not None and w.feature_norm is not None and w.norm is not None
         features = ops.rms_norm(x, w.target_norm, self.target_eps) if how[0] else x
         embedding = ops.rms_norm(ops.embedding(batch.token_ids, w.embedding), w.fc_norms[0], eps)
@@ -61,7 +54,7 @@ class MtpHead(EagleHead):
         x = ops.product(plain_rows(both), w.fc)
         rows = normed_rows(x, w.layer.input_norm, eps)
         assert isinstance(w.layer, GatedLayer)
-        x = self.attention.run(ops, w.layer, rows, x, batch, cache.layers[0], None)
+        x = gated_attention(ops, c, w.layer, rows, x, batch, cache.layers[0], self.rope, None)
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
         return logits, ops.capture([ops.rms_norm(x, w.norm, eps)]), self._chosen(ops, logits, batch)
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, whole_number
-from sameseed.models.decoder import Decoder
-from sameseed.models.layers import LayerWeights, Weights, rope_table
+from sameseed.models.decoder import Decoder, state_layers
+from sameseed.models.layers import LayerWeights, Weights, rotary_columns, rotary_order
 from sameseed.ops import DeltaWeights, Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
@@ -35,7 +34,7 @@ PARTS = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 
 @dataclass(frozen=True)
 class Qwen35Config(ModelConfig):
-    """`attends[i]`: whether layer i is attention; `rotary_dim`: dimensions of a head that rotate, the first ones.
+    """`attends[i]`: whether layer i is attention.
 
     Of DeltaNet: heads Hk and H, their sizes K and D, and `taps`, the columns of the convolution. `in_gguf`: tensors are
     stored as GGUF does. `num_mtp`: layers of the MTP block in the checkpoint; `reads_mtp`: its tensors are among those
@@ -43,7 +42,6 @@ class Qwen35Config(ModelConfig):
     """
 
     attends: tuple[bool, ...] = ()
-    rotary_dim: int = 0
     key_heads: int = 0
     value_heads: int = 0
     key_dim: int = 0
@@ -86,53 +84,34 @@ class DeltaLayer(Weights):
     mixture: Any = None  # experts beside these (qwen35_moe.py)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GatedLayer(LayerWeights):
     """An attention layer; the rows of `qkv` hold q and a gate, one head after the other, then k, then v."""
 
     mixture: Any = None  # as in DeltaLayer
 
 
-class GatedAttention:
-    """Gated attention: the order in which `rope_store` takes the columns of q, k and v, and its table.
-
-    A head's dimensions are reordered so that its two halves rotate together: those that do not rotate have the angle 0.
-    """
-
-    def __init__(self, c: Qwen35Config, max_model_len: int, device: torch.device) -> None:
-        self.config = c
-        heads, dim, half = c.num_heads, c.head_dim, c.rotary_dim // 2
-        order = rotary_order(c)
-        starts = [2 * dim * h for h in range(heads)] + [2 * dim * heads + dim * h for h in range(c.num_kv_heads)]
-        last = 2 * dim * heads + dim * c.num_kv_heads
-        columns = [start + order for start in starts] + [torch.arange(last, last + dim * c.num_kv_heads)]
-        self.columns = torch.cat(columns).int().to(device)
-        table = rope_table(c.rope, c.rotary_dim, max_model_len)
-        self.table = torch.cat([torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim // 2)], 1)
-        self.table[:, :half], self.table[:, dim // 2 : dim // 2 + half] = table[:, :half], table[:, half:]
-        self.table = self.table.to(device)
-
-    def run(
-        self, ops: Ops, w: GatedLayer, rows: RowSource, residual: Tensor, batch: Batch, kv: KVLayer, then: Then | None
-    ) -> Tensor:
-        """The layer's output [T, C], as `run_layer`."""
-        c = self.config
-        heads, dim = c.num_heads, c.head_dim
-        assert w.q_norm is not None and w.k_norm is not None
-        qkv = ops.product(rows, w.qkv)  # [T, (2 H + 2 Hk) D]
-        own = ops.take(qkv, self.columns)
-        q = ops.rope_store(own, heads, kv, batch, self.table, (w.q_norm, w.k_norm), c.rms_eps)  # [T, H, D]
-        out = ops.attention(q, kv, batch, dim**-0.5).view(-1, heads * dim)
-        gated = ops.gate(out, qkv[:, : 2 * heads * dim], heads)
-        x = ops.product(plain_rows(gated), w.o, None, residual, Then(w.post_norm, c.rms_eps, w.gate_up))
-        return feed_forward(ops, c, w, x, then)
-
-
-def rotary_order(c: Qwen35Config) -> Tensor:
-    """A head's dimensions: the first half of those that rotate, as many others, then the second halves of both."""
-    half, rest = c.rotary_dim // 2, (c.head_dim + c.rotary_dim) // 2
-    parts = (range(half), range(c.rotary_dim, rest), range(half, c.rotary_dim), range(rest, c.head_dim))
-    return torch.tensor([i for part in parts for i in part])
+def gated_attention(
+    ops: Ops,
+    c: ModelConfig,
+    w: GatedLayer,
+    rows: RowSource,
+    residual: Tensor,
+    batch: Batch,
+    kv: KVLayer,
+    rope: Tensor,
+    then: Then | None,
+) -> Tensor:
+    """Run a layer of gated attention; arguments and result as of `run_layer`."""
+    heads, dim = c.num_heads, c.head_dim
+    assert w.q_norm is not None and w.k_norm is not None and w.columns is not None
+    qkv = ops.product(rows, w.qkv)  # [T, (2 H + 2 Hk) D]
+    own = ops.take(qkv, w.columns)
+    q = ops.rope_store(own, heads, kv, batch, rope, (w.q_norm, w.k_norm), c.rms_eps)  # [T, H, D]
+    out = ops.attention(q, kv, batch, dim**-0.5).view(-1, heads * dim)
+    gated = ops.gate(out, qkv[:, : 2 * heads * dim], heads)
+    x = ops.product(plain_rows(gated), w.o, None, residual, Then(w.post_norm, c.rms_eps, w.gate_up))
+    return feed_forward(ops, c, w, x, then)
 
 
 def feed_forward(ops: Ops, c: ModelConfig, w: GatedLayer | DeltaLayer, x: Tensor, then: Then | None) -> Tensor:
@@ -166,10 +145,7 @@ class Qwen35(Decoder):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
-        rope = dict(raw.get("rope_parameters") or {})
-        share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
-        outer = {k: v for k, v in raw.items() if k not in ("partial_rotary_factor", "use_sliding_window")}
-        base = base_config({**outer, "rope_parameters": rope}, where, qk_norm=True)
+        base = base_config({**raw, "use_sliding_window": False}, where, qk_norm=True, rotates=0.25)
         whole = partial(whole_number, raw, where)
         interval, kinds = whole("full_attention_interval", INTERVAL), raw.get("layer_types")
         if not isinstance(kinds, list):
@@ -178,13 +154,11 @@ class Qwen35(Decoder):
             raise ModelLoadError(f"{where}: layer_types must name linear_attention or full_attention for each layer")
         heads: dict[str, Any] = {name: whole(f"linear_num_{name}") for name in ("key_heads", "value_heads")}
         dims: dict[str, Any] = {f"{part}_dim": whole(f"linear_{part}_head_dim", 128) for part in ("key", "value")}
-        rotary = int(base.head_dim * share) if isinstance(share, int | float) else 0
-        if heads["value_heads"] % heads["key_heads"] or rotary % 2 or not 0 < rotary <= base.head_dim or base.qkv_bias:
-            raise ModelLoadError(f"{where}: {heads}, of which {share!r} rotates, is no Qwen3.5; download it again")
+        if heads["value_heads"] % heads["key_heads"] or base.qkv_bias:
+            raise ModelLoadError(f"{where}: {heads} or biases of attention are no Qwen3.5; download it again")
         return Qwen35Config(
             **vars(base) | {"norm_shift": 0.0 if raw.get("in_gguf") else 1.0},
             attends=tuple(kind == "full_attention" for kind in kinds),
-            rotary_dim=rotary,
             **heads,
             **dims,
             taps=whole("linear_conv_kernel_dim", 4, most=8),
@@ -283,25 +257,16 @@ class Qwen35(Decoder):
             **cls.read_mlp(reader, at),
         )
 
-    def __init__(self, config: Qwen35Config, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        if self.device.type != "cpu":
-            raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
-        self.attention = GatedAttention(config, self.max_model_len, self.device)
-        self.rope = self.attention.table
-
     def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
         c, w, eps = self.config, self.weights, self.config.rms_eps
-        if cache.states is None:
-            raise ConfigError("recurrent layers cannot be checked or timed apart from an engine; take another model")
-        caches, states = iter(cache.layers), iter(cache.states.layers)
+        caches, states = iter(cache.layers), iter(state_layers(cache))
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         for i, layer in enumerate(w.layers):
             rows = normed_rows(x, layer.input_norm, eps)
             following = w.layers[i + 1] if i + 1 < len(w.layers) else None
             then = None if following is None else Then(following.input_norm, eps, following.qkv)
             if c.attends[i]:
-                x = self.attention.run(ops, layer, rows, x, batch, next(caches), then)
+                x = gated_attention(ops, c, layer, rows, x, batch, next(caches), self.rope, then)
             else:
                 y = ops.delta(ops.product(rows, layer.qkv), layer.delta, next(states), batch)
                 x = ops.product(gated_rows(y), layer.out, None, x, Then(layer.post_norm, eps, layer.gate_up))
@@ -323,9 +288,10 @@ def attention_shapes(c: ModelConfig, at: str) -> Shapes:
 
 def read_attention(reader: WeightReader, c: Qwen35Config, at: str) -> GatedLayer:
     """The attention layer whose module names begin with `at`."""
-    layer, order = reader.attention(at), rotary_order(c).to(reader.device)
+    order = rotary_order(c.head_dim, c.rope.rotary_dim or c.head_dim).to(reader.device)
+    layer = reader.attention(at) | {"columns": rotary_columns(c, 2 * c.head_dim).to(reader.device)}
     layer |= {n: layer[n][order].contiguous() for n in ("q_norm", "k_norm")}
-    return GatedLayer(**layer, **member(c).read_mlp(reader, at), gate_up_bias=None, down_bias=None)
+    return GatedLayer(**layer, **member(c).read_mlp(reader, at))
 
 
 def mtp_shapes(c: Qwen35Config) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._memory import Arena
 from sameseed.models.config import ROUTERS, ModelConfig, family
-from sameseed.models.layers import LayerWeights, ModelWeights
+from sameseed.models.layers import LayerWeights, ModelWeights, rotary_columns
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import TILE, Ops, limit_threads, num_threads
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
@@ -93,7 +93,7 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
 def usual(config: ModelConfig) -> str:
     """The matrix whose scheme stands for the whole model's."""
     shapes = family(config.architecture).layer_shapes(config, 0)
-    return next(n.removesuffix(".weight") for n in shapes if n.endswith("down_proj.weight"))
+    return next(n.removesuffix(".weight") for n in shapes if n.endswith(("down_proj.weight", ".w2.weight")))
 
 
 def rounds(config: ModelConfig, source: TensorSource, quant: QuantScheme) -> bool:
@@ -256,13 +256,14 @@ class WeightReader:
     def attention(self, at: str, first_norm: bool = True) -> dict[str, Any]:
         """The fields of LayerWeights but those of its MLP; `first_norm` false: its input norm is left empty."""
         c = self.config
-        qkv = [m for n in "qkv" if f"{(m := f'{at}.self_attn.{n}_proj')}.weight" in self.shapes]
+        qkv = [m for n in ("q", "k", "v", "qkv") if f"{(m := f'{at}.self_attn.{n}_proj')}.weight" in self.shapes]
         o = f"{at}.self_attn.o_proj"
         return {
             "input_norm": self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
             "qkv": self.stack(qkv),
             "qkv_bias": self.biases(qkv, c.qkv_bias),
             "q_norm": self.norm(f"{at}.self_attn.q_norm") if c.qk_norm else None,
+            "columns": rotary_columns(c).to(self.device) if c.rope.rotary_dim else None,
             "k_norm": self.norm(f"{at}.self_attn.k_norm") if f"{at}.self_attn.k_norm.weight" in self.shapes else None,
             "o": self.matrix(o),
             "o_bias": self.biases([o], c.o_bias),
@@ -271,7 +272,8 @@ class WeightReader:
 
     def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
         """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
-        c, gate_up, down = self.config, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], f"{at}.mlp.down_proj"
+        c, down = self.config, f"{at}.mlp.down_proj"
+        gate_up = [m for n in ("gate", "up", "gate_up") if f"{(m := f'{at}.mlp.{n}_proj')}.weight" in self.shapes]
         return LayerWeights(
             **self.attention(at, first_norm),
             gate_up=self.stack(gate_up),

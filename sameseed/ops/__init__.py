@@ -36,6 +36,7 @@ from sameseed.ops._rows import (
     DeltaWeights as DeltaWeights,
     ExpertWeights as ExpertWeights,
     RowSource as RowSource,
+    StateLayer as StateLayer,
     Then as Then,
     gated_rows as gated_rows,
     normed_rows as normed_rows,
@@ -82,10 +83,11 @@ class Ops:
         self.gelu_mul: Callable[[Tensor], Tensor] = self._pick("gelu_mul")
         # cap * tanh(x / cap), of the logits of a pass
         self.softcap: Callable[[Tensor, float], Tensor] = getattr(backend, "softcap", reference.softcap)
-        # For gated attention and Gated DeltaNet
+        # For gated attention, Gated DeltaNet and short convolutions
         self.take: Callable[[Tensor, Tensor], Tensor] = getattr(backend, "take", reference.take)
         self.gate: Callable[[Tensor, Tensor, int], Tensor] = getattr(backend, "gate", reference.gate)
         self.delta: Callable[..., Tensor] = getattr(backend, "delta", reference.delta)
+        self.conv: Callable[..., Tensor] = getattr(backend, "conv", reference.conv)
         self._serves: Callable[[QuantTensor], bool] = getattr(
             backend, "serves", lambda w: w.format in backend.LINEAR_FORMATS
         )

@@ -6,6 +6,7 @@ larger pass records a larger plan, which replaces the smaller one. Passes that a
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
-from sameseed.ops._rows import ExpertWeights, RowSource, Then, plain_rows
+from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part, reference
+from sameseed.ops._rows import ExpertWeights, RowSource, StateLayer, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -64,7 +65,7 @@ class Pool:
             del self._free[0]
 
 
-Between = Callable[[int], None]  # (number of rows): a step that runs between two plans of a pass
+Between = Callable[[Batch], None]  # a step that runs between two plans of a pass
 
 
 class Recorder:
@@ -141,13 +142,26 @@ class Recorder:
             raise NotRecordableError("a head whose columns are in another order")
         out = self._on.empty(rows.x.shape[0], len(order))
 
-        def gather(count: int) -> None:
+        def gather(batch: Batch) -> None:
+            count = batch.num_rows
             x = rows._replace(x=rows.x[:count]).prepared(row_ops.rms_norm, row_ops.silu_mul, row_ops.gelu_mul)
             torch.index_select(x, 1, order, out=out[:count])
 
         self.parts.append(gather)
         self._open()
         return plain_rows(out)
+
+    def conv(self, x: Tensor, w: Tensor, layer: StateLayer, _: Batch) -> Tensor:
+        """Run a short convolution in a Python step between two plans."""
+        out = self._on.empty(x.shape[0], w.shape[1])
+        source, to = _unheld(x), _unheld(out)
+
+        def convolve(batch: Batch) -> None:
+            to[: batch.num_rows] = reference.conv(source[: batch.num_rows], w, layer, batch)
+
+        self.parts.append(convolve)
+        self._open()
+        return out
 
     def experts(
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
@@ -181,6 +195,12 @@ class Recorder:
             where = {"x": x, "stride": x.stride(0), "width": width, "column": column, "total": total, "out": out}
             self._on.calls.columns(row_ops.native(_native.Columns, **where))
             column += width
+
+
+def _unheld(x: Tensor) -> Tensor:
+    """x without a claim on its memory, which a plan's later steps may use again, as native steps hold it."""
+    memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.float32).view(x.shape)
 
 
 class Recorded:
@@ -235,7 +255,7 @@ class Recorded:
         )
         for part in self._parts:
             if callable(part):
-                part(rows)
+                part(batch)
             else:
                 part.run(this_pass)
         return logits, hidden

@@ -143,7 +143,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True, eq=False)
 class StateLayer:
-    """States of one layer: state float32 [slots, H, K, D], log float32 [slots, rows, 2 Hk K + H D + 2 H]."""
+    """States of one layer: state float32 [slots, H, K, D], log float32 [slots, rows, 2 Hk K + H D + 2 H].
+
+    A short convolution has no state, and a log [slots, rows, C].
+    """
 
     state: Tensor
     log: Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -294,6 +294,32 @@ def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch) -> Tensor
         for p in range(max(first, settled - taps + 1), end):
             log[p % log_rows] = rows[p]
     return out
+
+
+@one_thread()
+def conv(x: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+    """A short gated convolution (LFM2) of rows x [T, 3 C], side by side gates b and c, and values v: [T, C].
+
+    A row's result is c times the sum of w[j] times b v of the token j - taps + 1 away, j ascending; w [taps, C]. The
+    log holds b v of earlier rows. Element-wise products and sums round alike in every pass. Raises ValueError for a
+    draft that branches.
+    """
+    before, after, values = x.chunk(3, 1)
+    gated, taps, log_rows = before * values, len(w), layer.log.shape[1]
+    out = torch.empty_like(gated)
+    assert batch.states is not None
+    offsets, positions = batch.row_offsets.tolist(), batch.positions.tolist()
+    for slot, begin, end in zip(batch.states[0].tolist(), offsets, offsets[1:]):
+        first, count = positions[begin], end - begin
+        if positions[begin:end] != list(range(first, first + count)):
+            raise ValueError("a draft that branches has no recurrent state")
+        near = torch.arange(first - taps + 1, first, device=x.device)
+        known = torch.where(near[:, None] < 0, 0.0, layer.log[slot, near % log_rows])
+        rows = torch.cat([known, gated[begin:end]])
+        out[begin:end] = reduce(torch.add, (w[j] * rows[j : j + count] for j in range(taps)))
+        kept = torch.arange(max(0, count - log_rows), count, device=x.device)
+        layer.log[slot, (first + kept) % log_rows] = gated[begin + kept]
+    return after * out
 
 
 def _flat(layer: KVLayer) -> list[Tensor | None]:

@@ -2,9 +2,9 @@
 
 The chat template tells which marks open a call. What follows the mark tells how it is written: as JSON with a name and
 arguments (Hermes, Qwen, Llama 3, Granite, Mistral), as a name before its JSON (newer Mistral), as XML (Qwen3-Coder),
-as a name before JSON with quotes of its own (Gemma 4), or as Python (Llama). A call is given out once it is whole; only
-long JSON arguments are passed on as they arrive. What is not a call of an offered tool stays text. Nothing that a model
-writes is executed or evaluated.
+as a name before JSON with quotes of its own (Gemma 4), or as Python (Llama, LFM2). A call is given out once it is
+whole; only long JSON arguments are passed on as they arrive. What is not a call of an offered tool stays text. Nothing
+that a model writes is executed or evaluated.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class CallFormat(NamedTuple):
 
     `begin`, `end`: around the arguments of a call that a grammar compels; `separator`: between two such calls.
     `bare`: the text itself may begin as a call without a mark; further calls may follow, perhaps after `;`.
+    `python`: calls may also be a list in Python.
     `style`: how compelled arguments are written, as xgrammar names it.
     `signs`: texts of a chat template that tell this format; if there are none, its marks do.
     """
@@ -75,6 +76,7 @@ class CallFormat(NamedTuple):
     separator: str = ""
     close: str = ""
     bare: bool = False
+    python: bool = False
     style: str = "json"
     signs: tuple[str, ...] = ()
 
@@ -98,7 +100,16 @@ FORMATS = {  # named as vLLM's parsers
         "}",
         separator="; ",
         bare=True,
+        python=True,
         signs=("<|start_header_id|>", "<|header_start|>", "<|python_tag|>"),
+    ),
+    "lfm2": CallFormat(
+        ("<|tool_call_start|>",),
+        '<|tool_call_start|>[{"name": "NAME", "arguments": ',
+        "}]<|tool_call_end|>",
+        close="<|tool_call_end|>",
+        python=True,
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: "),
     ),
 }
 
@@ -234,8 +245,9 @@ class Parser:
         """
         buffer, form, braces = self._buffer, self._form, self._braces
         begin, none = buffer.lstrip(), (None, 0, 0)
-        if form.bare and (python := _PYTHON.match(begin)) is not None:
-            return (_python, -1, -1) if python[1] in self._tools else none
+        if form.python and (python := _PYTHON.match(begin)) is not None:
+            end = buffer.find(self._close) if self._close else -1
+            return (_python, end, end + len(self._close) if end >= 0 else -1) if python[1] in self._tools else none
         if self._close in FENCES.values() and _OTHER.match(begin):
             return none
         if GEMMA in form.marks and begin.startswith("call:"):
@@ -250,7 +262,7 @@ class Parser:
             end = braces.find(buffer)
             return _named, end, end
         kinds = "{", "[", XML if XML in form.marks else "call:" if GEMMA in form.marks else "{"
-        before = _BEFORE_PYTHON if form.bare else _BEFORE_JSON if form.close else _BEFORE_NAMED
+        before = _BEFORE_PYTHON if form.python else _BEFORE_JSON if form.close else _BEFORE_NAMED
         may = any(kind.startswith(begin) for kind in kinds) or before.fullmatch(begin)
         return none if self._last or not may else None
 

@@ -17,6 +17,7 @@ from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import inverse_frequencies
 
 FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+LONG_FACTORS = "rope_factors_long.weight"  # LongRoPE's, which a family reads
 # Control tokens that end an answer, as in llama.cpp; a file may name only one of them.
 ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
@@ -133,11 +134,12 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     # As in llama.cpp: the default type is linear, and the older key of the factor is read if the newer one is missing.
     kind = meta.get(f"{arch}.rope.scaling.type", "linear")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
-    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
+    kinds = ("none", "linear", "yarn", *(["longrope"] if LONG_FACTORS in file.tensors else []))
+    if not isinstance(kind, str) or kind not in kinds:
         raise ModelLoadError(
             f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none, linear and yarn are"
         )
-    if kind == "none" or factor in (0.0, 1.0):
+    if kind in ("none", "longrope") or factor in (0.0, 1.0):
         return {"rope_type": "default"}
     if kind == "yarn":
         original = file.number("rope.scaling.original_context_length")
@@ -151,12 +153,9 @@ def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     """Rope settings from the file's factor per frequency: Llama 3's scaling if it gives these, else "factors"."""
     if FACTORS not in file.tensors or config.rope.kind == "factors":  # the family knows them
         return {}
-    info = file.tensors[FACTORS]
-    if info.type != "F32" or info.shape != (config.head_dim // 2,) or config.rope.kind != "default":
-        raise ModelLoadError(f"{file.path}: tensor {FACTORS} {info.type} {list(info.shape)} does not fit the model")
-    factors = file.read(info.begin, info.end).view(torch.float32)
-    if not (factors.isfinite().all() and (factors > 0).all()):
-        raise ModelLoadError(f"{file.path}: tensor {FACTORS} holds values that are no factors")
+    if config.rope.kind != "default":
+        raise ModelLoadError(f"{file.path}: tensor {FACTORS} does not fit the model, whose frequencies are scaled")
+    factors = torch.tensor(file.factors(FACTORS, config.head_dim // 2))
     plain = inverse_frequencies(config.rope, config.head_dim)
     factor = float(factors.max())
     for original in (8192, config.max_model_len, max(1, round(config.max_model_len / factor))):

@@ -84,6 +84,17 @@ class GGUFFile(TensorFile):
             raise ModelLoadError(f"{self.path}: the key {key} must be a number, got {str(value)[:80]}")
         return value
 
+    def factors(self, name: str, count: int) -> tuple[float, ...]:
+        """The values of a vector of divisors of rotary frequencies. Raises ModelLoadError unless all are positive."""
+        info = self.tensors.get(name)
+        if info is None or info.type != "F32" or info.shape != (count,):
+            what = "is missing" if info is None else f"{info.type} {list(info.shape)} does not fit the model"
+            raise ModelLoadError(f"{self.path}: tensor {name} {what}; it has {count} values in F32")
+        values: np.ndarray[Any, Any] = self.read(info.begin, info.end).numpy().view(np.float32)
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            raise ModelLoadError(f"{self.path}: tensor {name} holds values that are no factors")
+        return tuple(values.tolist())
+
     def _parsed(self) -> Header:
         walk = _HeaderWalk(self)
         if walk.take(4) != MAGIC:

@@ -7,6 +7,7 @@ are decoded exactly by the gguf package, some rows at a time, and rounded to 8 b
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
@@ -227,7 +228,9 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         info = self._info(name)
-        value = self.rows(name, 0, info.shape[0]) if len(info.shape) == 2 else self._values(name, 0, 1).view(info.shape)
+        flat = len(info.shape) == 2
+        height = info.shape[0] if flat else math.prod(info.shape[:-1])
+        value = self.rows(name, 0, height) if flat else self._values(name, 0, height).view(info.shape)
         return rotated(value, self._heads[name]) if name in self._heads and len(info.shape) == 1 else value
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

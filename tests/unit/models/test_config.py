@@ -78,6 +78,7 @@ def test_windows(architecture, settings, windows):
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+PHI4 = VARIANTS["phi4-mini"].raw
 # Values that no setting may have, by setting. The error names the setting.
 IMPOSSIBLE = {
     **{key: [0, -1, 1.5, "64", True, [], 2**40, 2**31 + 1, math.nan, {}] for key in (*SIZES, *MORE_SIZES)},
@@ -98,7 +99,7 @@ REFUSED = [
     *(({"rope_scaling": rope}, "object") for rope in ("linear", 3, ["llama3"])),
     *(
         ({where: {key: kind, "factor": 2.0}}, "not supported")
-        for kind in ("dynamic", "longrope", "mrope", ["llama3"])
+        for kind in ("dynamic", "mrope", ["llama3"])
         for where, key in (("rope_scaling", "type"), ("rope_parameters", "rope_type"))
     ),
     *(
@@ -121,6 +122,29 @@ REFUSED = [
             ("final_logit_softcapping", "30"),
         )
     ),
+    *(
+        ({**PHI4, name: value, "rope_parameters": {**PHI4["rope_parameters"], name: value}}, name)
+        for name, value in (
+            ("short_factor", [1.0] * 5),
+            ("long_factor", None),
+            ("long_factor", [1.0] * 5 + [0]),
+            ("original_max_position_embeddings", 1),
+            ("partial_rotary_factor", 0.45),  # 7 of 16 dimensions
+            ("attention_factor", -1),
+        )
+    ),
+    *(
+        ({**VARIANTS["lfm2"].raw, name: value}, name)
+        for name, value in (
+            ("conv_bias", True),
+            ("conv_L_cache", 9),
+            ("layer_types", ["conv"] * 3),
+            ("layer_types", ["conv", "full_attention", "sliding_attention", "conv"]),
+            ("block_ff_dim", 0),
+        )
+    ),
+    ({**VARIANTS["lfm2"].raw, "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM"),
+    ({"rope_scaling": {"type": "su"}}, "short_factor"),
 ]
 
 

@@ -1,6 +1,7 @@
 """GGUF files: the same model as its Hugging Face folder, with the file's own codes if a kernel supports them."""
 
 import logging
+import math
 import os
 import struct
 from contextlib import closing
@@ -16,12 +17,13 @@ from sameseed import ops
 from sameseed.config import EngineConfig
 from sameseed.engine.memory import block_bytes, demand
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import GGUF_ARCHITECTURES, parse_config
+from sameseed.models.config import GGUF_ARCHITECTURES, LONGROPE, parse_config
 from sameseed.models.gguf.header import COMMON, GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
 from sameseed.models.layouts import base
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
+from sameseed.models.phi3 import IN_GGUF
 from sameseed.models.weights import read_weights, weight_bytes
 from sameseed.scheme import QuantScheme, get
 
@@ -43,10 +45,16 @@ def refused(path, *words):
 
 BY_NAME = {name: arch for arch, (name, _) in GGUF_ARCHITECTURES.items()}
 NAMES = ("llama2", "llama3", "llama3.2", "llama-biases", "mistral-full", "qwen2", "qwen2.5-tied", "qwen3")
-NAMES += ("smollm3", "granite", "ministral3", "gemma3", "gemma4", "gemma4-e")
+NAMES += ("smollm3", "granite", "ministral3", "phi4-mini", "phi3", "lfm2", "gemma3", "gemma4", "gemma4-e")
 ARCH_KEYS = {
     "ministral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
     "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.5},
+    "phi4-mini": {
+        "rope.dimension_count": 12, "rope.scaling.type": "longrope", "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": math.sqrt(1 + math.log(4) / math.log(64)), "attention.sliding_window": 0,
+    },
+    "phi3": {"attention.sliding_window": 7},
+    "lfm2": {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 4, "feed_forward_length": 72},
     "gemma3": {
         "attention.sliding_window": 7, "final_logit_softcapping": 8.0, "rope.scaling.type": "linear",
         "rope.scaling.factor": 8.0,
@@ -79,11 +87,17 @@ def test_logits_are_those_of_the_folder_it_was_made_of(name, tmp_path):
     want = all_logits(load(write_checkpoint(tmp_path / "folder", variant)), prompt(variant.length))
     if variant.raw["rope_parameters"].get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(variant.raw)
+    tensors |= longrope_factors(variant.raw)
     arch = BY_NAME.get(variant.architecture, "llama")
     path = write_gguf(tmp_path / "model.gguf", variant.raw, tensors, arch=arch, keys=ARCH_KEYS.get(name))
     got = all_logits(load(path), prompt(variant.length))
     exact = "rope_freqs.weight" not in tensors  # float32 factors equal the bands up to rounding
     assert got.equal(want) if exact else (got - want).abs().max() < 1e-3
+
+
+def longrope_factors(raw):
+    rope = raw["rope_parameters"]
+    return {f"{g}.weight": torch.tensor(rope[n]) for n, g in zip(LONGROPE, IN_GGUF, strict=True) if n in rope}
 
 
 def llama3_factors(raw):
@@ -353,6 +367,7 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     ("changes", "words"),
     [
         ({"arch": "falcon"}, ["falcon", "llama, qwen2, qwen3"]),
+        ({"arch": "lfm2moe"}, ["lfm2moe", "lfm2,"]),
         ({"keys": {"expert_count": 8}}, ["experts"]),
         ({"keys": {"rope.scaling.type": "longrope"}}, ["longrope", "linear"]),
         ({"keys": {"attention.value_length": 32}}, ["dimensions"]),
@@ -377,6 +392,31 @@ def test_missing_extra_and_misshapen_tensors(tmp_path):
     more = tensors | {"model.layers.3.mlp.up_proj.weight": tensors[name]}
     refused(write_gguf(tmp_path / "b.gguf", RAW, more), "unexpected", "blk.3.ffn_up.weight")
     refused(write_gguf(tmp_path / "c.gguf", RAW, tensors | {name: torch.zeros(512, 128)}), "ffn_up", "[512, 128]")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "tensors", "words"),
+    [
+        ("phi4-mini", {}, {"rope_factors_short.weight": None}, ["rope_factors_short", "missing"]),
+        ("phi4-mini", {}, {"rope_factors_long.weight": torch.ones(5)}, ["rope_factors_long", "[5]"]),
+        ("phi4-mini", {}, {"rope_factors_long.weight": -torch.ones(6)}, ["rope_factors_long", "no factors"]),
+        ("phi4-mini", {"rope.dimension_count": 7}, {}, ["rope_factors_short", "[6]"]),
+        ("phi4-mini", {"rope.scaling.original_context_length": 0}, {}, ["original_max_position_embeddings"]),
+        ("lfm2", {"expert_count": 8}, {}, ["experts"]),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, {}, ["layer_types"]),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2]}, {}, ["blk.3.attn_q", "missing"]),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 0, 0]}, {}, ["num_key_value_heads"]),
+        ("lfm2", {"shortconv.l_cache": 9}, {}, ["conv_L_cache"]),
+        ("lfm2", {}, {"model.layers.0.conv.conv.weight": torch.ones(48, 3)}, ["shortconv.conv", "[48, 3]"]),
+    ],
+    ids=str,
+)
+def test_files_of_phi_and_lfm2_that_contradict_themselves(name, keys, tensors, words, tmp_path):
+    variant = VARIANTS[name]
+    usual = random_tensors(parse_config(variant.raw)) | longrope_factors(variant.raw) | tensors
+    given = {n: t for n, t in usual.items() if t is not None}
+    arch, keys = BY_NAME[variant.architecture], ARCH_KEYS[name] | keys
+    refused(write_gguf(tmp_path / "m.gguf", variant.raw, given, arch=arch, keys=keys), *words)
 
 
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_1", 0), ("Q5_1", 2), ("Q4_K", 2), ("Q6_K", 208)])

@@ -13,8 +13,9 @@ from fixtures_models import (
     write_checkpoint,
 )
 
+from sameseed import ops
 from sameseed.models.config import parse_config
-from sameseed.models.loader import read_config
+from sameseed.models.loader import load_model, read_config
 
 TOLERANCE = 1e-4  # largest difference of float32 logits of size 2
 
@@ -51,6 +52,15 @@ def test_logits_differ_without_what_makes_the_variant(name, checkpoints, expecte
     model = load(checkpoints[name])
     VARIANTS[name].without(model)
     assert difference(all_logits(model, prompt(VARIANTS[name].length)), expected[name]) > 0.05
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_longrope_goes_by_the_engines_context(backend, checkpoints):
+    """Up to the original length transformers takes the short factors, and a model for so many tokens does."""
+    model = load_model(checkpoints["phi4-mini"], ops.resolve(backend), max_model_len=64)
+    wanted = oracle_logits(checkpoints["phi4-mini"], prompt(64))
+    assert difference(all_logits(model, prompt(64)), wanted) < TOLERANCE
+    assert difference(all_logits(load(checkpoints["phi4-mini"], backend), prompt(64)), wanted) > 0.05
 
 
 def test_what_transformers_saves_can_be_read(tmp_path):

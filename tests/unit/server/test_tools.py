@@ -125,6 +125,14 @@ CALLS = [
     ),
     ("gemma4", "<|tool_call>call:my-tool-2{}", [Call("my-tool-2", "{}")]),
     ("gemma4", f"<|tool_call>{GET}<tool_call|>", [KOELN]),
+    (
+        "lfm2",  # two calls in a list, text behind them; a quotation mark in a string
+        """Hm. <|tool_call_start|>[get(city='Ulm "]', near=True), add()]<|tool_call_end|>Looking.""",
+        ["Hm. ", Call("get", '{"city": "Ulm \\"]", "near": true}'), Call("add", "{}"), "Looking."],
+    ),
+    ("lfm2", f"<|tool_call_start|>[{GET}, {ADD}]<|tool_call_end|>", [KOELN, PLUS]),
+    ("lfm2", "<|tool_call_start|>[rm(a=1)]<|tool_call_end|>", ["<|tool_call_start|>[rm(a=1)]<|tool_call_end|>"]),
+    ("lfm2", "[add()]", ["[add()]"]),
     ("granite", f"<|tool_call|>[{GET}]", [KOELN]),
     ("granite", r'<|tool_call|>{"name": "get", "arguments": "{\"a\": 1}"}', [Call("get", '{"a": 1}')]),
 ]
@@ -260,6 +268,8 @@ def test_text_is_not_held_back_without_need():
         ("{% if tools %}<tool_call><function=name>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<|start_header_id|>{% endif %}", "llama3"),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ("{% if tools %}List of tools: [{% endif %}", "lfm2"),
+        ("{% if tools %}<|tool_list_start|>{% endif %}<|tool_call_start|>", "lfm2"),
         ("{% if tools %}<|tool_call|>{% endif %}", "granite"),
         ("{% if tools %}<|call|>{% endif %}", "openai"),
         ("{% if tools %}<|tool_call>{% endif %}", "gemma4"),

@@ -1,0 +1,179 @@
+"""LFM2 and LFM2.5: most layers are short gated convolutions, the others Qwen3's attention; Llama's around them.
+
+A convolution sees a few tokens. What it keeps of a sequence are its latest inputs, in the log of kvcache/state.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from sameseed.batch import Batch
+from sameseed.errors import ModelLoadError
+from sameseed.kvcache.cache import KVCache
+from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
+from sameseed.models.decoder import state_layers
+from sameseed.models.layers import LayerWeights, feed_forward, run_layer
+from sameseed.models.llama import Llama
+from sameseed.ops import Ops, RowSource, Then, plain_rows
+
+if TYPE_CHECKING:
+    from sameseed.models.gguf.header import GGUFFile
+    from sameseed.models.weights import Shapes, WeightReader
+
+KINDS = ("conv", "full_attention")
+
+
+@dataclass(frozen=True)
+class Lfm2Config(ModelConfig):
+    """`attends[i]`: whether layer i is attention; `taps`: tokens that a convolution sees, the row's own included."""
+
+    attends: tuple[bool, ...] = ()
+    taps: int = 3
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.num_kv_heads, self.head_dim),) * sum(self.attends)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        return (((0,), self.hidden_size),) * (self.num_layers - sum(self.attends))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in Lfm2.shapes(self).values() if len(shape) == 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Layer(LayerWeights):
+    """Of a convolution `qkv` makes its gates and values [3 C, C], and `conv` [taps, C] its weights."""
+
+    conv: Tensor | None = None
+
+
+class Lfm2(Llama):
+    """The decoder of LFM2."""
+
+    config: Lfm2Config
+    by_layer: ClassVar[bool] = True
+    last_norm: ClassVar[str] = "model.embedding_norm"
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "model.embed_tokens": "token_embd",
+        "model.embedding_norm": "token_embd_norm",
+        "lm_head": "output",
+    }
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        whole = partial(whole_number, raw, where)
+        inner = whole("intermediate_size" if raw.get("block_ff_dim") is None else "block_ff_dim")
+        if raw.get("block_auto_adjust_ff_dim", True):
+            inner, unit = 2 * inner // 3, whole("block_multiple_of", 256)
+            inner = -(-int(inner * positive_number(raw, "block_ffn_dim_multiplier", 1.0, where)) // unit) * unit
+        own = {
+            "intermediate_size": inner,
+            "rms_norm_eps": raw.get("norm_eps", raw.get("rms_norm_eps", 1e-5)),
+            "rope_theta": raw.get("rope_theta", 1e6),
+            "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
+            "sliding_window": None,
+        }
+        base = base_config({**raw, **own}, where, qk_norm=True)
+        attention, kinds = raw.get("full_attn_idxs"), raw.get("layer_types")
+        if not isinstance(kinds, list):
+            attention = attention if isinstance(attention, list) else range(base.num_layers)
+            kinds = [KINDS[i in attention] for i in range(base.num_layers)]
+        attends = tuple(kind == KINDS[1] for kind in kinds)
+        if len(kinds) != base.num_layers or any(kind not in KINDS for kind in kinds) or not any(attends):
+            raise ModelLoadError(f"{where}: layer_types must name conv or full_attention for each layer, both kinds")
+        if raw.get("conv_bias"):
+            raise ModelLoadError(f"{where}: conv_bias is not supported; LFM2 and LFM2.5 have none")
+        taps = whole("conv_L_cache", 3, most=8)
+        return Lfm2Config(**vars(base), attends=attends, taps=taps)
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        more = super().gguf_config(file, raw) | {"conv_L_cache": file.number("shortconv.l_cache")}
+        heads = file.metadata.get("lfm2.attention.head_count_kv")
+        if isinstance(heads, np.ndarray):  # by layer; a convolution has none
+            more["num_key_value_heads"] = max(heads.tolist(), default=0)
+            more["layer_types"] = [KINDS[bool(count)] for count in heads.tolist()]
+        return more | {"block_auto_adjust_ff_dim": False}
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        assert isinstance(config, Lfm2Config)
+        c, dim, wide, inner = config, config.head_dim, config.hidden_size, config.intermediate_size
+        queries, keys = c.num_heads * dim, c.num_kv_heads * dim
+        mixer: dict[str, tuple[int, ...]] = {
+            "conv.in_proj": (3 * wide, wide),
+            "conv.conv": (wide, 1, c.taps),
+            "conv.out_proj": (wide, wide),
+        }
+        if c.attends[layer]:
+            mixer = {f"self_attn.{n}_proj": (rows, wide) for n, rows in (("q", queries), ("k", keys), ("v", keys))}
+            mixer |= {"self_attn.out_proj": (wide, queries)}
+            mixer |= {f"self_attn.{n}_layernorm": (dim,) for n in "qk"}
+        mlp = {"feed_forward.w1": (inner, wide), "feed_forward.w3": (inner, wide), "feed_forward.w2": (wide, inner)}
+        shapes = {**mixer, **mlp, "operator_norm": (wide,), "ffn_norm": (wide,)}
+        return {f"model.layers.{layer}.{module}.weight": shape for module, shape in shapes.items()}
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> Lfm2Layer:
+        c, at = reader.config, f"model.layers.{layer}"
+        assert isinstance(c, Lfm2Config)
+        attention, conv = f"{at}.self_attn", f"{at}.conv"
+        mixer: dict[str, Any] = (
+            {
+                "qkv": reader.stack([f"{attention}.{n}_proj" for n in "qkv"]),
+                "q_norm": reader.norm(f"{attention}.q_layernorm"),
+                "k_norm": reader.norm(f"{attention}.k_layernorm"),
+                "o": reader.matrix(f"{attention}.out_proj"),
+            }
+            if c.attends[layer]
+            else {
+                "qkv": reader.matrix(f"{conv}.in_proj"),
+                "conv": reader.vector(f"{conv}.conv.weight").view(-1, c.taps).T.contiguous(),
+                "o": reader.matrix(f"{conv}.out_proj"),
+            }
+        )
+        return Lfm2Layer(
+            **mixer,
+            input_norm=reader.norm(f"{at}.operator_norm"),
+            post_norm=reader.norm(f"{at}.ffn_norm"),
+            gate_up=reader.stack([f"{at}.feed_forward.w1", f"{at}.feed_forward.w3"]),
+            down=reader.matrix(f"{at}.feed_forward.w2"),
+        )
+
+    def _layer(
+        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
+    ) -> Tensor:
+        c, w = self.config, self.weights.layers[i]
+        before = c.attends[:i].count(c.attends[i])  # layers of the same kind: each kind has caches of its own
+        if w.conv is None:
+            return run_layer(ops, c, w, rows, x, batch, cache.layers[before], self.rope, None, then)
+        mixed = ops.conv(ops.product(rows, w.qkv), w.conv, state_layers(cache)[before], batch)
+        x = ops.product(plain_rows(mixed), w.o, None, x, Then(w.post_norm, c.rms_eps, w.gate_up))
+        return feed_forward(ops, c, w, x, then)
+
+
+MODEL = Lfm2
