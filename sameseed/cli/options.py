@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,7 @@ import tyro
 from tyro.conf import arg
 
 from sameseed import hub, registry
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, owns, parse_draft, parse_options
+from sameseed.config import OWNS, CacheConfig, EngineConfig, SpecConfig, draft_text, owns, parse_draft, parse_options
 from sameseed.errors import ConfigError, RegistryError, RequestError, nearest
 from sameseed.fields import check_ranges, flag, hints
 from sameseed.models.config import EMBEDDED, own_draft
@@ -51,8 +51,8 @@ CHOICE_HELP = {
     "draft": "how to draft: none, a drafter's name (see `sameseed info`), or a draft model or head (embedded-draft, "
     "embedded-head, smollm2-head, GGUF file, folder, hub id); 'suffix + MODEL' tries a lookup first, 'ngram > MODEL' "
     "is a cascade; auto: embedded-draft for embedded, suffix for smollm2, a checkpoint's own MTP block, else none",
-    "draft_vocabulary": "tokens that a draft model may draft: auto (the target's most frequent over past runs, as many "
-    "as pay), a number (the first ids), or a file of ids; unset: all",
+    "draft_vocabulary": "tokens that a draft's LM head may draft: a number (those that the target generates most "
+    "often), auto (as many of these as pay), a file of ids, or all; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
 }
 ALIASES = {"num_draft_tokens": ["--k"]}
@@ -198,16 +198,29 @@ def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
             text = "none"  # a model of the hub is fetched by vLLM itself
         own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
         spec = parse_draft(text) if own else draft_choice(text, model)
-        flags["draft"] = spec and spec.with_each(partial(_drafting_from, vocabulary))
+        flags["draft"] = _drafting_from(vocabulary, spec)
     if "draft_options" in flags:
-        flags["draft_options"] = parse_options(flags["draft_options"])
+        options = flags["draft_options"] = parse_options(flags["draft_options"])
+        if "draft" in flags and vocabulary:  # rather than that of a profile
+            options.pop("vocabulary", None)
     return EngineChoice(model, flags)
 
 
-def _drafting_from(vocabulary: str, spec: SpecConfig) -> SpecConfig:
-    """The same level, with the option `vocabulary` if it has a model."""
-    own = {"vocabulary": vocabulary} if vocabulary and spec.model is not None else {}
-    return dataclasses.replace(spec, options={**own, **spec.options})
+def _drafting_from(vocabulary: str, spec: SpecConfig | None) -> SpecConfig | None:
+    """The same levels, with the option `vocabulary` for those with an LM head. Raises ConfigError if none has one."""
+    if vocabulary in ("", "all"):
+        return spec
+
+    def reduced(level: SpecConfig) -> SpecConfig:
+        has_head = level.model is not None or OWNS.get(level.method)
+        return dataclasses.replace(level, options={"vocabulary": vocabulary}) if has_head else level
+
+    if spec is None or (made := spec.with_each(reduced)) == spec:
+        raise ConfigError(
+            f"--draft-vocabulary {vocabulary}: draft {draft_text(spec or SpecConfig())!r} has no LM head; leave it "
+            "out, or take a draft with one (--draft MODEL)"
+        )
+    return made
 
 
 def companion(engine: str) -> ModuleType:

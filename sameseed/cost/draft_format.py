@@ -54,9 +54,9 @@ def cheaper(config: ModelConfig, source: TensorSource, target_bytes: float) -> Q
     return stored
 
 
-def speed(draft_bytes: float, target_bytes: float, right: float) -> float:
+def speed(draft_bytes: float, target_bytes: float, right: float, at_once: bool = False) -> float:
     """Tokens over plain decoding at the best length, by what passes read; `right`: the chance of a draft token."""
-    cost = RoundCost(Curve([(1, target_bytes)]), (ModelSteps(Curve([(1, draft_bytes)])),))
+    cost = RoundCost(Curve([(1, target_bytes)]), (ModelSteps(Curve([(1, draft_bytes)]), at_once=at_once),))
     return best(cost, PlaceRates([right]), LENGTHS, 1, least=0.0)[1]
 
 

@@ -1,4 +1,4 @@
-"""Counts what a target says, and how much of a draft model's vocabulary that asks for (`--draft-vocabulary auto`).
+"""Counts what a target says, and how much of a draft's vocabulary that asks for (`--draft-vocabulary auto` or N).
 
 A token without a row in the draft's LM head is never drafted; the target still says it. So fewer rows cost less to read
 and lose some of the accepted tokens: as with formats, the cheapest that pays is taken (FR-Spec: Zhao et al., 2025).
@@ -6,65 +6,120 @@ and lose some of the accepted tokens: as with formats, the cheapest that pays is
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from sameseed import store
 from sameseed.cost.draft_format import RIGHT, speed
-from sameseed.models.decoder import Decoder
-from sameseed.models.runner import ModelRunner
+from sameseed.cost.round import PAYS
 
 log = logging.getLogger("sameseed")
-KIND = "said"
-OFTEN = 64  # counts are written once they have grown by one part in so many: no more is lost with a process
+KIND, AUTO = "vocabulary", "auto"
+FEWEST = 6  # AUTO keeps the 2 ** FEWEST tokens said most often, or more
+OFTEN = 64  # counts are written, and cuts judged anew, once they have grown by one part in so many
+MOST = 1 << 17  # tokens from which counts are halved, so that newer outputs count more
+
+
+class Reducible(Protocol):
+    """A drafter with an LM head (`drafters/_vocabulary.py`); `whole`: its model with all rows."""
+
+    whole: Any
+    at_once: bool
+
+    def draft_only(self, ids: Tensor | None) -> None: ...
 
 
 class SaidTokens:
-    """How often a target said each token, in this process and before: kept by the digest of its weights."""
+    """How often a target said each token, in this process and before: kept by the digest of its weights.
 
-    def __init__(self, target: Path) -> None:
-        self._key = store.weights_key(target)
-        known, self._unwritten = store.read(KIND, self._key), 0
-        self.counts = Counter(dict(zip(*known["counts"].tolist(), strict=True)) if known else {})
+    `counts` [V]. `places` [64]: how many tokens of outputs that were not counted yet were among the first 2 ** i by
+    count, but not among the first 2 ** (i - 1). So a cut is judged on outputs that it was not made from.
+    """
+
+    def __init__(self, target: Path, vocab_size: int) -> None:
+        self._key, self._unwritten = store.weights_key(target), 0
+        self.counts, self.places = np.zeros(vocab_size, np.int64), np.zeros(64, np.int64)
+        if (known := store.read(KIND, self._key)) is not None:
+            self.counts[known["tokens"]], self.places = known["counts"], known["places"]
+        self._cuts: list[_Cut] = []
+        self._rank()
 
     def add(self, token_ids: Seq[int]) -> None:
         """Count an output."""
-        self.counts.update(token_ids)
-        self._unwritten += len(token_ids)
-        if self._unwritten * OFTEN >= self.counts.total():
-            self._unwritten = 0
-            store.write(KIND, self._key, {"counts": np.array([[*self.counts], [*self.counts.values()]])})
+        if not token_ids:
+            return
+        ids = np.array(token_ids, np.int64)
+        self.places += np.bincount(np.frexp(self._rank_of[ids])[1], minlength=len(self.places))
+        np.add.at(self.counts, ids, 1)
+        self._unwritten += len(ids)
+        if self._unwritten * OFTEN < self.counts.sum():
+            return
+        self._unwritten = 0
+        if self.counts.sum() > MOST:
+            self.counts, self.places = self.counts // 2, self.places // 2
+        tokens = self.counts.nonzero()[0]
+        store.write(KIND, self._key, {"tokens": tokens, "counts": self.counts[tokens], "places": self.places})
+        self._rank()
+        for cut in self._cuts:
+            cut.judge()
 
-    def vocabulary(self, draft: Decoder, target: Decoder) -> str:
-        """The drafter's option `vocabulary`: a JSON list of the tokens whose rows pay, or "" for all."""
-        total, once = self.counts.total(), sum(n == 1 for n in self.counts.values())
-        new = max(once / total, total**-0.5) if total else 1.0  # Good and Turing's share; more where outputs repeat
-        ranked, size = self.counts.most_common(), draft.config.vocab_size
-        row, whole, every = draft.weights.lm_head.nbytes / size, draft.weights.read_bytes, target.weights.read_bytes
-        found, best, share = 0, speed(whole, every, RIGHT), 1.0
-        for n in (1 << i for i in range(6, len(ranked).bit_length())):
-            known = sum(count for _, count in ranked[:n]) / total * (1.0 - new)
-            if (fast := speed(whole - (size - n) * row, every, RIGHT * known)) > best:
-                found, best, share = n, fast, known
-        log.info("draft vocabulary: %d of %d tokens, %.1f %% of the target's", found or size, size, 100 * share)
-        return json.dumps(sorted(token for token, _ in ranked[:found])) if found else ""
+    def follow(self, drafter: Reducible, target_bytes: int, vocabulary: str) -> None:
+        """Let a drafter draft what is said most often, now and as counts change.
+
+        `vocabulary`: AUTO, as many tokens as pay; or a number, where the first ids follow those that were said.
+        `target_bytes`: what a pass of the target reads.
+        """
+        cut = _Cut(self, drafter, target_bytes, 0 if vocabulary == AUTO else int(vocabulary))
+        self._cuts.append(cut)
+        cut.judge()
+
+    def share(self, num_tokens: int) -> float:
+        """The share that the most frequent tokens have of new outputs; a careful estimate, 1 for all tokens."""
+        told = int(self.places.sum())
+        if num_tokens >= len(self.counts):
+            return 1.0
+        return max(0.0, self.places[: num_tokens.bit_length()].sum() / told - told**-0.5) if told else 0.0
+
+    def _rank(self) -> None:
+        self.ranked = np.argsort(-self.counts, kind="stable")  # among equal counts the first ids come first
+        self._rank_of = np.empty_like(self.ranked)
+        self._rank_of[self.ranked] = np.arange(len(self.ranked))
+
+
+class _Cut:
+    """What a drafter may draft: the `size` most frequent tokens, 0: as many as pay. `kept`: those of now."""
+
+    def __init__(self, said: SaidTokens, drafter: Reducible, target_bytes: int, size: int) -> None:
+        self.said, self.drafter, self.target_bytes, self.size = said, drafter, target_bytes, size
+        self.kept = said.ranked  # all
+
+    def judge(self) -> None:
+        """Keep other tokens where they promise more than those of now."""
+        said, every = self.said, len(self.said.ranked)
+        sizes = [1 << i for i in range(FEWEST, every.bit_length())] + [every]
+        best = min(self.size, every) or max(sizes, key=lambda n: self.speed(n, said.share(n)))
+        stale = said.counts[said.ranked[: len(self.kept)]].sum() - said.counts[self.kept].sum()
+        now = self.speed(len(self.kept), said.share(len(self.kept)) - stale / max(1, said.counts.sum()))
+        is_first = self.size and len(self.kept) == every
+        if is_first or self.speed(best, said.share(best)) > PAYS * now:
+            self.kept = said.ranked[:best].copy()
+            self.drafter.draft_only(None if best == every else torch.from_numpy(self.kept))
+            log.info("draft vocabulary: %d of %d tokens, %.1f %% of the target's", best, every, 100 * said.share(best))
+
+    def speed(self, num_tokens: int, share: float) -> float:
+        """Tokens over plain decoding with the rows of so many tokens, by what passes read."""
+        w = self.drafter.whole.weights
+        unread = max(0, w.lm_head.shape[0] - num_tokens) / w.lm_head.shape[0] * w.lm_head.nbytes
+        return speed(w.read_bytes - unread, self.target_bytes, RIGHT * share, self.drafter.at_once)
 
 
 def is_counted(options: object) -> bool:
-    """Whether a drafter's options ask for the tokens that the target says."""
-    return getattr(options, "vocabulary", "") == "auto"
-
-
-def settled(options: Any, said: SaidTokens | None, draft: ModelRunner | None, target: ModelRunner) -> Any:
-    """A drafter's options, with the vocabulary that was counted if they ask for it; without counts all tokens."""
-    if not is_counted(options):
-        return options
-    found = said.vocabulary(draft.model, target.model) if said is not None and draft is not None else ""
-    return replace(options, vocabulary=found)
+    """Whether a drafter's options ask for tokens that the target says."""
+    text = getattr(options, "vocabulary", "")
+    return bool(text == AUTO or text.isdecimal())

@@ -14,7 +14,7 @@ from sameseed.drafters._choices import Choices, Guesses, choices, growing_tree, 
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
-from sameseed.request import Sequence
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
@@ -249,12 +249,17 @@ class ChainWriter:
         """
         runner, policy, least = self.runner, self.policy, self.policy.least_probability
         most, eos = runner.model.max_model_len, self._eos
-        shape = {"width": 1, "count": 1 + self.siblings, "exact": True, "limit": self.vocab_limit, "least": least}
+        ids = None if runner.model.token_ids is None else runner.model.token_ids.cpu().numpy().astype(np.int32)
+        # The native choice of exact chains takes its noise by row: of a reduced LM head these are no token ids.
+        if ids is not None and not all(s.params.greedy or not (self.siblings or _truncates(s.params)) for s in shadows):
+            return False
+        shape = {"width": 1, "count": 1 + self.siblings, "limit": self.vocab_limit, "least": least}
         trees = []
         for shadow, length in zip(shadows, lengths, strict=True):
             depth = min(length, most - len(shadow))
             own = {"size": depth * (1 + self.siblings), "num_cached": shadow.num_cached, "blocks": shadow.blocks}
-            trees.append(growing_tree(shadow, depth, None, shadow.params.ending(eos), **shape, **own))
+            own["exact"] = ids is None or shadow.params.greedy
+            trees.append(growing_tree(shadow, depth, ids, shadow.params.ending(eos), **shape, **own))
         grown = runner.grow(trees, shadows, logits, lambda paths: policy.ends(paths) or not going())
         if grown is None:
             return False
@@ -284,6 +289,10 @@ def reading(
         return likely_after(table[row], seqs[b], path, eos_token_ids, siblings, with_probability)
 
     return find
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def likely_after(

@@ -17,7 +17,6 @@ from torch import Tensor
 from sameseed.batch import Draw
 from sameseed.drafters._choices import Guesses
 from sameseed.drafters._followers import CatchUp, Holding
-from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.models.block import BlockRunner
 from sameseed.models.eagle import HeadRunner
 from sameseed.models.eagle_loader import with_vocabulary
@@ -271,12 +270,15 @@ class Reading(Holding):
         runner: Any = parts.head
         target, config = parts.target.model.config, runner.model.config
         config.check_target(target)
-        if options.vocabulary:
-            runner.model = with_vocabulary(runner.model, read_vocabulary(options.vocabulary, target.vocab_size))
-        self.options, self.policy, self.runner = options, parts.policy, runner
+        self._eos = target.eos_token_ids
+        super().__init__(runner, options.vocabulary, target.vocab_size)
+        self.options, self.policy = options, parts.policy
         self.branches, self.captures = self.branches_with(options), config.captures(target.num_layers)
         self.followers = Contexts(runner, options.prefill_rows, runner.model.max_model_len)
-        self.guesses = Guesses(runner.model.weights.target_ids, config.layer.vocab_size, target.eos_token_ids)
+
+    def draft_only(self, ids: Tensor | None) -> None:
+        model = self.runner.model = self.whole if ids is None else with_vocabulary(self.whole, ids)
+        self.guesses = Guesses(model.weights.target_ids, model.config.layer.vocab_size, self._eos)
 
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor | None) -> None:
         if hidden is not None:

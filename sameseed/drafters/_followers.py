@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sameseed.cost.running import PROMPT_ROWS, PromptCost
-from sameseed.drafters._vocabulary import with_vocabulary
+from sameseed.drafters._vocabulary import Reducible
 from sameseed.errors import RequestError
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
@@ -209,7 +209,7 @@ class Followers:
             self.runner.blocks.release(shadow.seq)
 
 
-class Holding(Drafter):
+class Holding(Reducible):
     """Base of drafters whose only state per sequence is in `followers`."""
 
     must_read = True
@@ -217,7 +217,7 @@ class Holding(Drafter):
 
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> Drafter:
-        return cls(options, parts)  # type: ignore[call-arg]
+        return cls(options, parts)  # type: ignore[arg-type, call-arg]
 
     def num_read(self, seq: Sequence) -> int:
         return min(int(self.followers.num_read(seq)), len(seq))
@@ -236,8 +236,8 @@ class Following(Holding):
 
     def __init__(self, options: Any, parts: Parts, below: Below | None = None) -> None:
         assert parts.runner is not None
+        super().__init__(parts.runner, options.vocabulary, parts.vocab_size)
         self.options, self.policy = options, parts.policy
-        self.runner = with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size)
         self.followers = Followers(self.runner, options.prefill_rows, parts.vocab_size, below)
         self.branches = self.branches_with(options)
 

@@ -9,17 +9,18 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.models.inner import with_tokens
-from sameseed.models.runner import ModelRunner
+from sameseed.spec.drafter import Drafter
 
 VOCABULARY = (
-    "the tokens that may be drafted, if not all: a number (the first ids), or a file of ids (JSON or one per line), as "
-    "`sameseed vocabulary` makes; fewer cost less"
+    "the tokens that may be drafted, if not all: a number (those that the target generates most often), auto (as many "
+    "of these as pay), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes; fewer cost less"
 )
 
 
@@ -27,7 +28,7 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     """Token ids int64 [n] from the option `vocabulary`: a number of first ids, or a file. Raises ConfigError."""
     if text.isdecimal():
         if not 1 <= int(text) <= vocab_size:
-            raise ConfigError(f"vocabulary must be 1..{vocab_size} tokens of the target, got {text}")
+            raise ConfigError(f"--draft-vocabulary {text}: the target has {vocab_size} tokens; give 1 to {vocab_size}")
         return torch.arange(int(text))
     try:
         content = text if text.startswith("[") else Path(text).expanduser().read_text(encoding="utf-8")
@@ -39,11 +40,20 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
     return torch.tensor(sorted(set(ids)))
 
 
-def with_vocabulary(runner: ModelRunner, text: str, vocab_size: int) -> ModelRunner:
-    """A runner whose model drafts only the tokens of the option; `runner` itself for "". Raises ConfigError."""
-    if not text:
-        return runner
-    return runner.beside(with_tokens(runner.model, read_vocabulary(text, vocab_size)), runner.captures)
+class Reducible(Drafter):
+    """Base of drafters with an LM head, of which `runner.model` may have some rows only; `whole` has all of them."""
+
+    runner: Any
+    whole: Any
+
+    def __init__(self, runner: Any, text: str, vocab_size: int) -> None:
+        """`text`: the option `vocabulary`. Raises ConfigError as `read_vocabulary` and `draft_only`."""
+        self.runner, self.whole = runner, runner.model
+        self.draft_only(read_vocabulary(text, vocab_size) if text else None)
+
+    def draft_only(self, ids: Tensor | None) -> None:
+        """From the next pass on, draft only these tokens; None: all. Raises ConfigError if the model has none."""
+        self.runner.model = self.whole if ids is None else with_tokens(self.whole, ids)
 
 
 def frequent_tokens(texts: Iterable[Seq[int]], size: int, always: Iterable[int] = ()) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
 from sameseed.drafters._followers import Guide
-from sameseed.drafters._vocabulary import VOCABULARY, with_vocabulary
+from sameseed.drafters._vocabulary import VOCABULARY, Reducible
 from sameseed.fields import setting, within
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
@@ -21,7 +21,7 @@ from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
 
 
-class SelfQuantDrafter(ChainDrafter):
+class SelfQuantDrafter(Reducible, ChainDrafter):
     """The target in a lower format (`--draft-format`): `nested`, the lower weights inside its own, or a low-bit copy.
 
     Without a given format: nested if the target's format has nested weights (w8a8n), else 4-bit weights.
@@ -41,7 +41,7 @@ class SelfQuantDrafter(ChainDrafter):
 
     def __init__(self, options: Options, runner: ModelRunner, policy: LengthPolicy) -> None:
         self.options = options
-        self.runner = runner.beside(unseen=self._unseen)
+        super().__init__(runner.beside(unseen=self._unseen), options.vocabulary, runner.model.config.vocab_size)
         self.policy = policy
         self.writer = ChainWriter(self.runner, policy, runner.model.config.vocab_size, options.siblings)
         self.branches = self.branches_with(options)
@@ -50,7 +50,7 @@ class SelfQuantDrafter(ChainDrafter):
     @classmethod
     def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
         assert isinstance(options, cls.Options) and parts.runner is not None
-        return cls(options, with_vocabulary(parts.runner, options.vocabulary, parts.vocab_size), parts.policy)
+        return cls(options, parts.runner, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Chains for all sequences together, one pass of the low-format model per token, with leaves for `siblings`."""

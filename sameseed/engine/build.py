@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from sameseed import ops, registry, store
 from sameseed.config import OWNS, EngineConfig, SpecConfig
 from sameseed.cost.draft_format import chosen_scheme
-from sameseed.cost.said import SaidTokens, is_counted, settled
+from sameseed.cost.said import AUTO, SaidTokens, is_counted
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key, machine_here
@@ -64,7 +65,7 @@ class Loaded:
     target: Decoder
     drafts: tuple[Model, ...] = ()
     learned: str | None = None  # the key under which goodput stores what it learns; None: nothing is stored
-    said: SaidTokens | None = None  # for drafts with the vocabulary "auto"
+    said: SaidTokens | None = None  # for drafts of tokens that the target says
 
 
 def build_engine(
@@ -119,7 +120,8 @@ def load_parts(
             drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     used = [(folder, quant), *((m.folder, m.quant) for m in models)]
     key = learned_key(config, used) if config.spec.policy == "goodput" else None
-    said = SaidTokens(folder) if any(is_counted(each.options) for each in level.every()) else None
+    counted = any(is_counted(each.options) for each in level.every())
+    said = SaidTokens(folder, target.config.vocab_size) if counted else None
     return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key, said)
 
 
@@ -166,6 +168,9 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     quant = target_scheme(config.format, folder)
     level = resolve(config.spec)
     level.check()
+    for each in level.every():
+        if (text := getattr(each.options, "vocabulary", "")) not in ("", AUTO):
+            read_vocabulary(text, read_config(folder).vocab_size)
     models = models_of(level, folder, quant, config.device)
     for m in models:
         has_tokens = m.cls.owns != "head" or (m.folder / "tokenizer.json").exists()
@@ -230,7 +235,14 @@ def _build_drafter(
         below.append(Below(drafter, lower))
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
-    return cls.build(settled(level.options, parts.said, own, target), Parts(target, policy, own, tuple(below), head))
+    options: Any = level.options
+    counted = is_counted(options) and (parts.said is not None or options.vocabulary == AUTO)
+    made: Any = cls.build(
+        replace(options, vocabulary="") if counted else options, Parts(target, policy, own, tuple(below), head)
+    )
+    if counted and parts.said is not None:
+        parts.said.follow(made, target.model.weights.read_bytes, options.vocabulary)
+    return cast(Drafter, made)
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,6 @@ class Level:
                     f"drafter {level.spec.method!r} asks {learning[0].method!r} below it in turn, which can have no "
                     f"policy {learning[0].policy!r} of its own; put --policy on the whole"
                 )
-            if level.cls.owns == "head" and getattr(level.options, "vocabulary", "") == "auto":
-                raise ConfigError("--draft-vocabulary auto is for draft models; give a head a number or a file of ids")
             if level.spec.confidence is not None and not level.heeds_confidence:
                 raise ConfigError(
                     f"--confidence {level.spec.confidence:g}: drafter {level.spec.method!r} has no probabilities to "

@@ -22,7 +22,7 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.decoder import Runnable
 from sameseed.models.head_config import BlockConfig
-from sameseed.models.layers import LayerWeights, rope_table, run_layer
+from sameseed.models.layers import LayerWeights, Weights, rope_table, run_layer
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.request import Sequence
 from sameseed.scheme import QuantTensor
@@ -31,7 +31,7 @@ INJECT, GUESS = (1,), (0,)  # the two passes
 
 
 @dataclass(frozen=True)
-class BlockWeights:
+class BlockWeights(Weights):
     """Weights of a block head. Norms are float32; `target_ids` int32 [Vd] as in `HeadWeights`.
 
     `markov`: embedding [V, A] and projection [Vd, A] of the Markov head, or None.

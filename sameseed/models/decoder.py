@@ -158,8 +158,6 @@ class Decoder(Runnable):
     ) -> None:
         """`token_ids` int64 [n]: the tokens of the LM head's rows, if it does not have a row for every token."""
         super().__init__(ops, weights.norm.device, token_ids)
-        if token_ids is not None:  # noise is keyed by token id, not by row of the LM head
-            self.grow = lambda *_: None
         if config.state_shapes and self.device.type != "cpu":
             raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
         self.config = config

@@ -24,14 +24,14 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.decoder import Runnable
 from sameseed.models.drawn import Drawn, steps_after
 from sameseed.models.head_config import HeadConfig
-from sameseed.models.layers import LayerWeights, rope_table, run_layer
+from sameseed.models.layers import LayerWeights, Weights, rope_table, run_layer
 from sameseed.ops import Ends, Grown, Ops, normed_rows, plain_rows
 from sameseed.request import Sequence
 from sameseed.scheme import QuantTensor
 
 
 @dataclass(frozen=True)
-class HeadWeights:
+class HeadWeights(Weights):
     """Weights of a head. Norms are float32; norms that only the other kind of head has are None.
 
     `target_ids` int32 [Vd]: the target's token id of each token of the head; None if the ids are the same.

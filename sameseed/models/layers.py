@@ -24,6 +24,13 @@ class Weights:
         """All matrices, each once."""
         return tuple({id(m): m for m in _matrices(self)}.values())
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a pass may read: all but an embedding that is not the LM head too, of which it reads some rows."""
+        embedding: QuantTensor | None = getattr(self, "embedding", None)
+        looked_up = 0 if embedding is None or embedding is getattr(self, "lm_head", None) else embedding.nbytes
+        return sum(m.nbytes for m in self.matrices) - looked_up
+
 
 def _matrices(w: Any) -> Iterator[QuantTensor]:
     if isinstance(w, QuantTensor):
@@ -74,12 +81,6 @@ class ModelWeights(Weights):
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that a pass may read: all but an embedding that is not the LM head too, of which it reads some rows."""
-        looked_up = 0 if self.lm_head is self.embedding else self.embedding.nbytes
-        return sum(m.nbytes for m in self.matrices) - looked_up
 
 
 def run_layer(

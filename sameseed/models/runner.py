@@ -173,7 +173,9 @@ class ModelRunner:
         """
         if self.cache.states is not None or any(self.unseen(s) != (0, 0) for s in seqs):
             return None
-        return self.model.grow(trees, len(seqs), logits, None, self.cache, (), ends)
+        ids = self.model.token_ids
+        own = logits if ids is None else logits.index_select(1, ids)  # of the LM head's rows
+        return self.model.grow(trees, len(seqs), own, None, self.cache, (), ends)
 
     def _draw_rest(self, seqs: Seq[Sequence], drawn: Drawn, batch: Batch, drawer: Drawer) -> bool:
         """Run the second pass of a chain (`batch`) and all later ones in one call, if the device can. Returns whether.

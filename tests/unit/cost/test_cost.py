@@ -1,10 +1,10 @@
 """What a round costs and brings; a draft's format by cost; what a prediction costs; what a target says."""
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
+from lawkit import MODEL_VOCAB, SAMPLED, make_engine
 
 from sameseed import store
 from sameseed.cost.curve import Curve
@@ -177,30 +177,75 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
 
 
-def test_rows_that_the_target_never_needs_are_cut(pair, pair_folders):
-    said = SaidTokens(pair_folders[0])
-    assert said.vocabulary(pair.draft, pair.target) == "", "nothing was counted yet"
-    said.add([token for token in range(100, 164) for _ in range(50)])
-    assert json.loads(said.vocabulary(pair.draft, pair.target)) == list(range(100, 164))
-    assert SaidTokens(pair_folders[0]).counts == said.counts
-    said.counts.clear()
-    said.add(range(200))
-    assert said.vocabulary(pair.draft, pair.target) == "", "each token is new: the next one will be, too"
+def test_a_draft_keeps_the_rows_that_its_target_needs(pair, pair_folders):
+    said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "draft_model").drafter
+    said.follow(drafter, pair.target.weights.read_bytes, "auto")
+    assert drafter.runner.model is pair.draft, "nothing was counted yet"
+
+    def drafted():
+        ids = drafter.runner.model.token_ids
+        return list(range(MODEL_VOCAB)) if ids is None else ids.tolist()
+
+    for _ in range(80):
+        said.add([*range(100, 164)])
+    assert drafted() == list(range(100, 164))
+    again = SaidTokens(pair_folders[0], MODEL_VOCAB)
+    assert again.counts.tolist() == said.counts.tolist() and again.share(64) == said.share(64) > 0.9
+    for _ in range(80):
+        said.add([*range(50)])
+    assert set(range(50)) < set(drafted()), "a cut that misses too much grows"
+
+
+def test_so_many_rows_as_were_asked_for(pair, pair_folders):
+    said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "draft_model").drafter
+    said.follow(drafter, pair.target.weights.read_bytes, "8")
+    assert drafter.runner.model.token_ids.tolist() == list(range(8)), "the first ids, until others are counted"
+    said.add([200, 7, 200, 201])
+    assert drafter.runner.model.token_ids.tolist() == [0, 1, 2, 3, 4, 7, 200, 201]
+    said.add([])
+
+
+def test_where_each_token_is_new_no_row_is_cut(pair, pair_folders):
+    said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "draft_model").drafter
+    said.follow(drafter, pair.target.weights.read_bytes, "auto")
+    ids = list(range(MODEL_VOCAB))
+    random.Random(3).shuffle(ids)
+    for begin in range(0, 300, 20):
+        said.add(ids[begin : begin + 20])
+    assert drafter.runner.model is pair.draft
 
 
 def test_what_measuring_generated_is_not_counted(pair_folders):
     target, draft = map(str, pair_folders)
     with LLM(target, draft, draft_options={"vocabulary": "auto"}, max_num_seqs=2) as llm:
         measure_engine(llm.engine, 0.05)
-    assert not SaidTokens(pair_folders[0]).counts
+    assert not SaidTokens(pair_folders[0], MODEL_VOCAB).counts.any()
 
 
-def test_an_engine_counts_and_the_next_one_drafts_what_was_said(pair_folders):
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("siblings", [0, 2])
+def test_drafts_follow_what_is_said_and_the_output_stays(pair_folders, sampled, siblings):
     target, draft = map(str, pair_folders)
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
-    found = []
-    for options in ({}, {"vocabulary": "auto"}, {"vocabulary": "auto"}):
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3, **(SAMPLED if sampled else {}))
+    prompts, found, kept = [[5, 6, 7], [8, 9], [10]], [], []
+    for options in ({}, *({"vocabulary": text, "siblings": siblings} for text in ("auto", "20", "auto"))):
+        drafted = set()
         with LLM(target, draft, policy="fixed", draft_options=options, max_num_seqs=2) as llm:
-            found.append([c.token_ids for c in llm.generate([[5, 6, 7], [8, 9]], params)])
-    assert found[0] == found[1] == found[2]
-    assert set(SaidTokens(pair_folders[0]).counts) == {token for ids in found[0] for token in ids}
+            drafter = llm.engine.drafter
+            propose = drafter.propose
+
+            def watched(*args, propose=propose, drafter=drafter, drafted=drafted):
+                draft = propose(*args)
+                ids = drafter.runner.model.token_ids
+                assert ids is None or {*draft.tokens.tolist()} <= {*ids.tolist()}
+                drafted.update(draft.tokens.tolist())
+                return draft
+
+            drafter.propose = watched
+            found.append([c.token_ids for c in llm.generate(prompts, params)])
+            kept.append(drafter.runner.model.token_ids)
+            assert drafted and llm.engine.metrics.num_accepted_tokens
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(kept[2]) == 20 and kept[0] is None
+    told = SaidTokens(pair_folders[0], MODEL_VOCAB).counts
+    assert {*told.nonzero()[0].tolist()} == {token for ids in found[0] for token in ids}

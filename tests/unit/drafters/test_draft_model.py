@@ -158,6 +158,30 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
     assert len(calls) == 12 and None not in calls
 
 
+@pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
+@pytest.mark.parametrize("siblings", [0, 2])
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 1.0}, {"top_p": 0.9}], ids=str)
+def test_chains_of_a_reduced_vocabulary_are_those_of_a_pass_a_token(pair, siblings, changes):
+    """In one native call where its choice takes the noise by token id: greedily, or sampled without truncation."""
+    ids, asked = list(range(1, TOKENIZER_SIZE, 2)), replace(ASKED, **{"temperature": 1.2, **changes})
+    options = {"siblings": siblings, "vocabulary": str(ids)}
+    at_once, by_token = (make_engine(pair, "draft_model", k=9, options=options) for _ in range(2))
+    calls, grow = [], at_once.drafter.runner.grow
+
+    def watched(*how):
+        calls.append(grow(*how))
+        return calls[-1]
+
+    at_once.drafter.runner.grow = watched
+    by_token.drafter.runner.grow = lambda *_: None
+    seqs = [Sequence(i, prompt, asked, 50 + i) for i, prompt in enumerate(random_prompts(3, seed=4))]
+    found, wanted = (engine.drafter.propose(seqs, [9] * 3) for engine in (at_once, by_token))
+    assert [found.nodes(b) for b in range(3)] == [wanted.nodes(b) for b in range(3)]
+    assert found.tokens.size and {*found.tokens.tolist()} <= {*ids}
+    able = asked.greedy or (asked.top_p == 1.0 and not siblings)
+    assert [grown is not None for grown in calls] == [True] * able
+
+
 @contextmanager
 def using(threads):
     before = ops.num_threads()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from lawkit import SAMPLED, make_engine, random_prompts, run, texts
+from lawkit import MODEL_VOCAB, SAMPLED, make_engine, random_prompts, run, texts
 
 from sameseed.cli import main
 from sameseed.config import SpecConfig
@@ -35,7 +35,7 @@ def test_vocabularies_from_files(tmp_path):
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(str(path), 300)
     none = [(name, "cannot be read") for name in (str(tmp_path / "none"), "\u00b2", "~no-such-user/ids")]
-    for name, why in [("301", "1..300 tokens"), *none]:
+    for name, why in [("301", "give 1 to 300"), *none]:
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(name, 300)
 
@@ -72,6 +72,26 @@ def test_the_text_stays_and_only_these_are_guessed(pair, tmp_path, method):
         assert engine.metrics.num_accepted_tokens > 5
         model = engine.drafter.runner.model
         assert model.weights.lm_head.shape == (len(words), 32)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "self_quant", "cascade", "eagle", "block"])
+@pytest.mark.parametrize("asked", ASKED, ids=["greedy", "sampled"])
+def test_what_may_be_drafted_changes_while_it_serves(pair, method, asked):
+    engine = make_engine(pair, method, k=4, **({"below": NGRAM} if method == "cascade" else {}))
+    propose, rounds = engine.drafter.propose, []
+    cuts = (range(0, MODEL_VOCAB, 2), range(1, MODEL_VOCAB, 3), range(MODEL_VOCAB))
+
+    def watched(*args):
+        allowed = cuts[len(rounds) % 3]
+        engine.drafter.draft_only(None if len(allowed) == MODEL_VOCAB else torch.tensor(allowed))
+        draft = propose(*args)
+        rounds.append({*draft.tokens.tolist()})
+        assert rounds[-1] <= {*allowed}
+        return draft
+
+    engine.drafter.propose = watched
+    assert texts(run(engine, PROMPTS, asked)) == texts(run(make_engine(pair), PROMPTS, asked))
+    assert all(any(rounds[i::3]) for i in range(3))
 
 
 def test_logits_of_the_kept_are_the_models_own(pair):
