@@ -26,7 +26,7 @@ OFTEN = 64  # counts are written, and cuts judged anew, once they have grown by 
 MOST = 1 << 17  # tokens from which counts are halved, so that newer outputs count more
 
 
-class Reducible(Protocol):
+class HasHead(Protocol):
     """A drafter with an LM head (`drafters/_vocabulary.py`); `whole`: its model with all rows."""
 
     whole: Any
@@ -69,7 +69,7 @@ class SaidTokens:
         for cut in self._cuts:
             cut.judge()
 
-    def follow(self, drafter: Reducible, target_bytes: int, vocabulary: str) -> None:
+    def follow(self, drafter: HasHead, target_bytes: int, vocabulary: str) -> None:
         """Let a drafter draft what is said most often, now and as counts change.
 
         `vocabulary`: AUTO, as many tokens as pay; or a number, where the first ids follow those that were said.
@@ -95,7 +95,7 @@ class SaidTokens:
 class _Cut:
     """What a drafter may draft: the `size` most frequent tokens, 0: as many as pay. `kept`: those of now."""
 
-    def __init__(self, said: SaidTokens, drafter: Reducible, target_bytes: int, size: int) -> None:
+    def __init__(self, said: SaidTokens, drafter: HasHead, target_bytes: int, size: int) -> None:
         self.said, self.drafter, self.target_bytes, self.size = said, drafter, target_bytes, size
         self.kept = said.ranked  # all
 
