@@ -113,18 +113,6 @@ class TunedFigure:
 
 
 @dataclass(frozen=True)
-class PassCosts:
-    """Milliseconds of passes over `rows` rows after `context` tokens: of the target (`ms`) and of a drafting step."""
-
-    rows: tuple[int, ...] = ()
-    ms: tuple[float, ...] = ()
-    draft_ms: tuple[float, ...] = ()
-    draft_start_ms: float = 0.0  # of a proposal before its first step
-    gap_ms: float = 0.0  # between passes: Python, launches, sampling
-    context: int = 0
-
-
-@dataclass(frozen=True)
 class AcceptRates:
     """Acceptance rates of draft tokens by position, named as in ModelOpt's speculation_profile.json."""
 

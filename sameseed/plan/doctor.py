@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sameseed.cost.curve import Curve
+from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.measure.costs import Profile
 from sameseed.plan import faults
 from sameseed.plan.faults import Fault
 from sameseed.plan.metrics import Counted
 from sameseed.plan.pricing import Pricing, state_of
-from sameseed.tuned import PassCosts
 
 
-def read_costs(path: Path) -> PassCosts:
-    """Costs of passes from `sameseed profile --json`. Raises ConfigError.
-
-    They are those of the first format at its first context, and of the draft at the same rows.
-    """
+def read_costs(path: Path) -> RoundCost:
+    """Costs of rounds from `sameseed profile --json`: those of the first format. Raises ConfigError."""
     profile = Profile.read(path)
-    name = profile.formats[0]
-    context = min(profile.curves(name))
-    rows = tuple(sorted({c.rows for c in profile.costs if c.format == name and c.context == context}))
-    draft = profile.draft
-    return PassCosts(
-        rows,
-        tuple(profile.ms(name, m, context) for m in rows),
-        () if draft is None else tuple(draft.ms(draft.formats[0], m) for m in rows),
-        context=context,
-    )
+    cost, draft = profile.cost(profile.formats[0]), profile.draft
+    return cost if draft is None else replace(cost, levels=(ModelSteps(draft.curve(draft.formats[0])),))
 
 
 @dataclass(frozen=True)
@@ -59,17 +49,17 @@ class Diagnosis:
     tokens: float | None = None
 
 
-def diagnose(counted: Counted, costs: PassCosts | None = None, plain_tokens_per_s: float | None = None) -> Diagnosis:
+def diagnose(counted: Counted, cost: RoundCost | None = None, plain_tokens_per_s: float | None = None) -> Diagnosis:
     """Explain an engine's speculation from its counters."""
     state = state_of(counted)
     if state is None:
         fault = faults.undrafted(counted)
         return Diagnosis(counted.engine, fault.sentence, (fault,), tokens=counted.tokens)
-    if costs is None and counted.pass_costs:
-        rows = sorted((int(m), 1e3 * s) for m, s in counted.pass_costs.items())
-        gap = 1e3 * (state.overhead_s or 0.0)
-        costs = PassCosts(tuple(m for m, _ in rows), tuple(s for _, s in rows), gap_ms=gap)
-    pricing = Pricing(state, costs, plain_tokens_per_s)
+    if cost is None and counted.pass_costs:
+        gap = state.overhead_s or 0.0
+        passes = sorted((int(rows), seconds) for rows, seconds in counted.pass_costs.items())
+        cost = RoundCost(Curve(passes), gap=Gap(gap, gap))
+    pricing = Pricing(state, cost, plain_tokens_per_s)
     found = tuple(faults.find(state, pricing))
     known: dict[str, Any] = {}
     if pricing.source is not None:

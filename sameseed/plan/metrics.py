@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,20 @@ START = {
     "vllm": "vllm serve MODEL --speculative-config '{...}'",
     "llama.cpp": "llama-server -md DRAFT.gguf --metrics",
 }
-# Names of counters after the engine's prefix, without Prometheus' _total.
-COUNTERS = {
-    "drafts": ("spec_decode_num_drafts",),
-    "draft_tokens": ("spec_decode_num_draft_tokens",),
-    "accepted": ("spec_decode_num_accepted_tokens",),
-    "tokens": ("generation_tokens", "tokens_predicted"),
-    "prompt_tokens": ("prompt_tokens",),
-    "decode_seconds": ("tokens_predicted_seconds",),
-    "requests": ("request_success",),
-    "preemptions": ("num_preemptions",),
-    "prefix_queries": ("prefix_cache_queries",),
-    "prefix_hits": ("prefix_cache_hits",),
-    "passes": ("iteration_tokens_total_count", "n_decode"),
-    "gap_seconds": ("inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum"),
-    "gaps": ("inter_token_latency_seconds_count", "time_per_output_token_seconds_count"),
-}
-GAUGES = {
-    "running": ("num_requests_running", "requests_processing"),
-    "cache_usage": ("kv_cache_usage_perc",),
-}
-LABELLED = {
-    "accepted_per_pos": ("spec_decode_num_accepted_tokens_per_pos", "position"),
-    "undrafted": ("spec_decode_undrafted_rounds", "reason"),
-    "stages": ("engine_time_seconds", "stage"),
-    "pass_costs": ("pass_cost_seconds", "rows"),
-    "gap_buckets": ("inter_token_latency_seconds_bucket", "le"),
-}
+
+
+def _counter(*names: str) -> Any:
+    """A counter, and its names after the engine's prefix, without Prometheus' _total."""
+    return field(default=None, metadata={"counter": names})
+
+
+def _gauge(*names: str) -> Any:
+    return field(default=None, metadata={"gauge": names})
+
+
+def _by(label: str, name: str) -> Any:
+    """Counters of one name by the value of a label."""
+    return field(default_factory=dict, metadata={"by": (name, label)})
 
 
 @dataclass(frozen=True)
@@ -54,26 +41,26 @@ class Counted:
     """
 
     engine: str
-    drafts: float | None = None
-    draft_tokens: float | None = None
-    accepted: float | None = None
-    tokens: float | None = None
-    prompt_tokens: float | None = None
-    decode_seconds: float | None = None
-    requests: float | None = None
-    preemptions: float | None = None
-    prefix_queries: float | None = None
-    prefix_hits: float | None = None
-    passes: float | None = None
-    gap_seconds: float | None = None
-    gaps: float | None = None
-    running: float | None = None
-    cache_usage: float | None = None
-    accepted_per_pos: Mapping[str, float] = field(default_factory=dict)
-    undrafted: Mapping[str, float] = field(default_factory=dict)
-    stages: Mapping[str, float] = field(default_factory=dict)
-    pass_costs: Mapping[str, float] = field(default_factory=dict)  # current values, not an increase
-    gap_buckets: Mapping[str, float] = field(default_factory=dict)
+    drafts: float | None = _counter("spec_decode_num_drafts")
+    draft_tokens: float | None = _counter("spec_decode_num_draft_tokens")
+    accepted: float | None = _counter("spec_decode_num_accepted_tokens")
+    tokens: float | None = _counter("generation_tokens", "tokens_predicted")
+    prompt_tokens: float | None = _counter("prompt_tokens")
+    decode_seconds: float | None = _counter("tokens_predicted_seconds")
+    requests: float | None = _counter("request_success")
+    preemptions: float | None = _counter("num_preemptions")
+    prefix_queries: float | None = _counter("prefix_cache_queries")
+    prefix_hits: float | None = _counter("prefix_cache_hits")
+    passes: float | None = _counter("iteration_tokens_total_count", "n_decode")
+    gap_seconds: float | None = _counter("inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum")
+    gaps: float | None = _counter("inter_token_latency_seconds_count", "time_per_output_token_seconds_count")
+    running: float | None = _gauge("num_requests_running", "requests_processing")
+    cache_usage: float | None = _gauge("kv_cache_usage_perc")
+    accepted_per_pos: Mapping[str, float] = _by("position", "spec_decode_num_accepted_tokens_per_pos")
+    undrafted: Mapping[str, float] = _by("reason", "spec_decode_undrafted_rounds")
+    stages: Mapping[str, float] = _by("stage", "engine_time_seconds")
+    pass_costs: Mapping[str, float] = _by("rows", "pass_cost_seconds")  # current values, not an increase
+    gap_buckets: Mapping[str, float] = _by("le", "inter_token_latency_seconds_bucket")
     seconds: float | None = None  # between the two moments
 
     def since(self, before: Counted, seconds: float) -> Counted:
@@ -86,6 +73,11 @@ class Counted:
             now, then = getattr(self, name), getattr(before, name)
             changes[name] = {k: v - (then[k] if then.get(k, v + 1) <= v else 0) for k, v in now.items()}
         return replace(self, **changes)
+
+
+COUNTERS, GAUGES, LABELLED = (
+    {f.name: f.metadata[kind] for f in fields(Counted) if kind in f.metadata} for kind in ("counter", "gauge", "by")
+)
 
 
 def read_text(text: str, where: str = "the metrics") -> Counted:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.plan.metrics import Counted
-from sameseed.tuned import PassCosts
 
 MOST = 16  # most draft tokens considered (and at most twice those that were drafted, plus 1)
 LARGEST = 64  # most sequences considered
@@ -52,19 +51,12 @@ class State:
         """The draft's share of a round's time."""
         return self.draft_s / self.round_s if self.draft_s is not None and self.round_s else None
 
-    def tokens(self, k: int) -> float:
-        """Expected tokens of a round with `k` draft tokens; places beyond those measured get the mean rate at most."""
+    @property
+    def rates(self) -> PlaceRates:
+        """Acceptance by place, for `expected`; places beyond those measured get the mean rate at most."""
         rates = self.conditional
         beyond = min(rates[-1], self.survival[-1] ** (1 / len(rates)))  # the last rate may come from a few easy texts
-        total, alive = 1.0, 1.0
-        for i in range(k):
-            alive *= rates[i] if i < len(rates) else beyond
-            total += alive
-        return total
-
-    def drafted(self, k: int) -> Drafted:
-        """The mean round with drafts of `k` tokens, for `expected`."""
-        return Drafted(self.tokens(k) - 1.0, k, ((1.0, k),))
+        return PlaceRates((*rates, beyond))
 
 
 def state_of(counted: Counted) -> State | None:
@@ -106,16 +98,19 @@ def _geometric(length: float, k: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Times of a round over a plain one's. `source`: "costs", "plain" (a measured speed) or "bound" (a lower bound)."""
+    """Times of a round over a plain one's. `source`: "costs", "plain" (a measured speed) or "bound" (a lower bound).
+
+    `known`: measured costs of rounds; without those of drafts, the engine's own time for them counts.
+    """
 
     state: State
-    costs: PassCosts | None = None
+    known: RoundCost | None = None
     plain_tokens_per_s: float | None = None
 
     @property
     def source(self) -> str | None:
         """Where the times come from; None where nothing is known."""
-        if self.costs is not None and self.costs.rows:
+        if self.known is not None:
             return "costs"
         if self.plain_tokens_per_s and self.state.round_s:
             return "plain"
@@ -124,17 +119,10 @@ class Pricing:
     @cached_property
     def cost(self) -> RoundCost:
         """The costs of rounds; only for a known source."""
-        s, c = self.state, self.costs
-        if self.source == "costs":
-            assert c is not None
-            gap, draft = c.gap_ms / 1e3, ModelSteps()
-            if c.draft_ms:
-                draft = ModelSteps(Curve(list(zip(c.rows, (ms / 1e3 for ms in c.draft_ms), strict=True))))
-                draft = replace(draft, start=c.draft_start_ms / 1e3)
-            elif s.draft_s:
-                draft = ModelSteps(Curve([(1, s.draft_s / s.k)]))
-            passes = Curve(list(zip(c.rows, (ms / 1e3 for ms in c.ms), strict=True)))
-            return RoundCost(passes, (draft,), Gap(gap, gap), grade="profiled")
+        s = self.state
+        if self.known is not None:
+            step = ModelSteps(Curve([(1, s.draft_s / s.k)])) if s.draft_s else ModelSteps()
+            return self.known if self.known.levels else replace(self.known, levels=(step,))
         assert s.round_s is not None
         if self.source == "plain":
             assert self.plain_tokens_per_s is not None
@@ -145,7 +133,7 @@ class Pricing:
 
     def ratio(self, k: int, batch: float) -> float:
         """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
-        x = expected(self.cost, self.state, k, batch if self.source == "costs" else self.state.batch)
+        x = expected(self.cost, self.state.rates, k, batch if self.source == "costs" else self.state.batch)
         return x.seconds / x.plain
 
     @property
@@ -154,10 +142,12 @@ class Pricing:
 
     def best(self, batch: float) -> tuple[int, float]:
         """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
-        return best(self.cost, self.state, self._lengths, batch if self.source == "costs" else self.state.batch)
+        return best(self.cost, self.state.rates, self._lengths, batch if self.source == "costs" else self.state.batch)
 
     def table(self) -> tuple[tuple[int, int], ...]:
         """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
         if self.source != "costs":
             return ()
-        return tuple((first, k) for first, _, k in lengths_by_batch(self.cost, self.state, self._lengths, LARGEST))
+        return tuple(
+            (first, k) for first, _, k in lengths_by_batch(self.cost, self.state.rates, self._lengths, LARGEST)
+        )

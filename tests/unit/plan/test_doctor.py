@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from sameseed import LLM, SamplingParams
 from sameseed.cli import main
+from sameseed.cost.curve import Curve
+from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Limits, Profile
 from sameseed.models.loader import resolve_model
@@ -20,9 +22,17 @@ from sameseed.plan.doctor import diagnose
 from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
 from sameseed.plan.pricing import state_of
 from sameseed.server.metrics import ServerMetrics
-from sameseed.tuned import PassCosts
 
-COSTS = PassCosts((1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80), (1, 1, 1.1, 1.3, 2, 4, 8), 0.2, 0.5)
+ROWS, MS, DRAFT_MS = (1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80), (1, 1, 1.1, 1.3, 2, 4, 8)
+
+
+def known(rows=ROWS, ms=MS, draft_ms=DRAFT_MS, start=0.0, gap=0.0):
+    """Costs of rounds, from milliseconds."""
+    target, draft = (Curve([(m, x / 1e3) for m, x in zip(rows, each, strict=True)]) for each in (ms, draft_ms))
+    return RoundCost(target, (ModelSteps(draft, start=start),), Gap(gap, gap))
+
+
+COSTS = known(start=0.2e-3, gap=0.5e-3)
 PREFIX = {"sameseed": "sameseed:", "vllm": "vllm:", "llama.cpp": "llamacpp:"}
 
 
@@ -75,7 +85,7 @@ STAGED = {
     "batch too large": (ours([600, 300, 100, 50], (1, 6.2, 0.1), passes=1000 / 32), COSTS),
     "k too large": (ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)), COSTS),
     "k too small": (ours([950, 903], (2, 10.4, 0.5)), COSTS),
-    "never pays": (ours([500, 250, 125, 60], (7, 11, 0.1)), PassCosts((1, 5), (10, 18), (3, 3))),
+    "never pays": (ours([500, 250, 125, 60], (7, 11, 0.1)), known((1, 5), (10, 18), (3, 3))),
 }
 
 
@@ -162,9 +172,7 @@ def test_break_even_is_the_ratio_of_times():
 
 
 def test_a_server_that_does_well_is_told_so():
-    diagnosis = found(
-        ours(GOOD, (3, 10.9, 0.5)), PassCosts(COSTS.rows, (10, 10.2, 10.6, 16, 30, 60, 99), COSTS.draft_ms)
-    )
+    diagnosis = found(ours(GOOD, (3, 10.9, 0.5)), known(ms=(10, 10.2, 10.6, 16, 30, 60, 99)))
     assert diagnosis.faults == () and diagnosis.verdict.startswith("Speculation pays")
 
 
@@ -177,7 +185,7 @@ def test_a_fault_beside_speculation_that_pays_is_what_could_be_better():
 
 
 def test_costs_of_the_server_itself_are_used():
-    costs = {str(m): s / 1e3 for m, s in zip(COSTS.rows, COSTS.ms, strict=True)}
+    costs = {str(m): s / 1e3 for m, s in zip(ROWS, MS, strict=True)}
     text = ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)) + page(
         "sameseed", {}, {"pass_cost_seconds": ("rows", costs)}
     )
@@ -331,7 +339,7 @@ def test_files(tmp_path, capsys):
 
 def test_costs_come_from_a_file(tmp_path, capsys):
     (tmp_path / "page").write_text(STAGED["k too large"][0])
-    rows = zip(COSTS.rows, COSTS.ms, strict=True)
+    rows = zip(ROWS, MS, strict=True)
     costs = tuple(Cost("bf16", "bf16", 64, m, ms, 1.0, ms, ms, 5, 1.0, 1.0) for m, ms in rows)
     rates = {"read": (1.0,), "fp32": (1.0,)}
     profile = Profile({}, costs, (), (), (), Limits(1, rates, {}, "native"))
