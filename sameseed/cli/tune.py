@@ -106,7 +106,7 @@ def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:
     console = stdout_console()
     show_table(_table(found))
     best, over, sizes = found.best, found.speedup(found.best), ", ".join(map(str, found.asked.looked_at))
-    if best.prospect.candidate == found.plain.prospect.candidate:
+    if best.setting == found.plain.setting:
         console.print(f"[bold]Plain decoding is the best here[/] (batch {sizes}): none of the drafts pays.")
     else:
         said = f"{over.value:.2f}x plain decoding, 80 % interval {over.low:.2f} to {over.high:.2f} (batch {sizes})"
@@ -145,7 +145,7 @@ def _table(found: TuneOutcome) -> Table:
     batches, rows = found.asked.batches, []
     heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
     for c in found.order:
-        pairs = [(found.predicted(c.prospect, b), found.speedup(c, b)) for b in batches]
+        pairs = [(found.predicted(c, b), found.speedup(c, b)) for b in batches]
         cells = [x for p, m in pairs for x in (f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})")]
         rows.append((c.label, *cells, str(c.out_at or len(found.asked.prompts))))
     title = "speed over plain decoding (80 % intervals), interleaved"

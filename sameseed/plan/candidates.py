@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass, field, replace
-from statistics import geometric_mean, median
+from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 from sameseed import ops
 from sameseed.config import SpecConfig
-from sameseed.cost.round import Expected, PlaceRates, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
@@ -26,39 +27,17 @@ from sameseed.measure.bench import Bench, Run, run_batch
 from sameseed.measure.quality.data import take
 from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
-from sameseed.plan.grid import LONGEST, Interval, Setting, TuneRequest, draft_specs, lengths_of, named, sizes_of, tried
+from sameseed.plan.grid import LONGEST, Setting, TuneRequest, draft_specs, lengths_of, named, sizes_of, tried
+from sameseed.plan.race import OFF, Contestant
 from sameseed.plan.trials import Trial, TrialRun
 from sameseed.tuned import Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
-OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 PROBE = 16  # tokens of the text that says how fast plain decoding is
 TRIED = 12  # most prompts of a draft's trial
 NOTHING = PlaceRates((0.0,))
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
-
-
-@dataclass
-class Prospect:
-    """A setting with its predicted tokens/s and mean round by batch size, and the bytes that it takes.
-
-    `num_bytes`: weights of target and drafts, and the cache of the longest texts at the batch size looked at.
-    """
-
-    candidate: Setting
-    tokens_per_s: dict[int, float] = field(default_factory=dict)
-    rounds: dict[int, Expected] = field(default_factory=dict)
-    num_bytes: int = 0
-
-    def score(self, batches: Seq[int]) -> float:
-        """Geometric mean of tokens/s over these batch sizes."""
-        return geometric_mean(self.tokens_per_s[b] for b in batches)
-
-    def over(self, plain: Prospect, batch: int) -> Interval:
-        """Predicted speed-up over the setting `plain` at a batch size."""
-        value = self.tokens_per_s[batch] / plain.tokens_per_s[batch]
-        return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
 
 
 class TargetBench:
@@ -94,6 +73,9 @@ class TargetBench:
     def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
         return Setting(self.format, self.kv_format, spec, threads)
 
+    def _contestant(self, setting: Setting) -> Contestant:
+        return Contestant(setting, partial(self.engine, setting), self.jobs)
+
     def _settings(self) -> Iterator[Setting]:
         for threads in self.asked.threads:
             yield self._setting(SpecConfig(), threads)
@@ -111,7 +93,7 @@ class TargetBench:
             ops.set_num_threads(setting.threads)
         return self.bench.install(self._arms[setting.label])
 
-    def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
+    def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
         """Predict every setting of this format; costs and acceptance are measured once for each draft.
 
         A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
@@ -127,9 +109,9 @@ class TargetBench:
         longest = max(len(prompt) for prompt, _ in self.jobs) + self.asked.params.max_tokens
         known: dict[str, int] = {}
         for prospect in found:
-            way = prospect.candidate.way
+            way = prospect.setting.way
             if way not in known:
-                config = make_config(prospect.candidate.spec, **self.settings)
+                config = make_config(prospect.setting.spec, **self.settings)
                 demands = check_parts(resolve_model(self.asked.model), config).demands
                 blocks = -(-longest // config.cache.block_size) * self.asked.looked_at[-1]
                 known[way] = sum(d.weights + d.states + blocks * d.block for d in demands)
@@ -163,13 +145,13 @@ class TargetBench:
             reads.append(run.seconds / len(prompt))
         return lambda tokens: min(reads) * tokens
 
-    def _promised(self, threads: int | None, tell: Tell, end: float, lost: list[Loser]) -> list[Prospect]:
+    def _promised(self, threads: int | None, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
         """Predict all settings with this number of threads, plain decoding first.
 
         The costs of each draft come from another moment of the machine, whose speed drifts. So a draft's prediction is
         its speed-up over plain decoding at that moment. Plain decoding itself takes its median over the moments.
         """
-        plain = Prospect(self._setting(SpecConfig(), threads))
+        plain = self._contestant(self._setting(SpecConfig(), threads))
         measured = [spec for spec in self.specs if self._setting(spec, None).way in self.trials]
         found: list[tuple[SpecConfig, RoundCost]] = []
         for i, spec in enumerate(measured):
@@ -187,7 +169,7 @@ class TargetBench:
                 batch * self.mean_tokens / (batch * cost.prompt(self.mean_prompt) + self.mean_tokens * x.plain)
                 for cost, x in zip(moments, rounds, strict=True)
             ]
-            plain.tokens_per_s[batch], plain.rounds[batch] = median(speeds), rounds[0]
+            plain.promised[batch], plain.rounds[batch] = median(speeds), rounds[0]
         return [plain, *(p for spec, cost in found for p in self.promised(spec, cost, plain, threads))]
 
     @property
@@ -195,11 +177,11 @@ class TargetBench:
         """Mean cached tokens of a sequence."""
         return self.mean_prompt + self.mean_tokens / 2
 
-    def promised(self, spec: SpecConfig, cost: RoundCost, plain: Prospect, threads: int | None) -> list[Prospect]:
+    def promised(self, spec: SpecConfig, cost: RoundCost, plain: Contestant, threads: int | None) -> list[Contestant]:
         """Predict all lengths of a draft with `cost`, prompts included, by the tokens/s predicted for `plain`."""
         found, trial = [], self.trials[self._setting(spec, None).way]
         for one in lengths_of(spec):
-            prospect = Prospect(self._setting(one, threads))
+            prospect = self._contestant(self._setting(one, threads))
             for batch in self.asked.batches:
                 k = one.num_draft_tokens
                 if one.policy == "goodput":
@@ -207,7 +189,7 @@ class TargetBench:
                 x = prospect.rounds[batch] = expected(cost, trial, k, batch, self.context)
                 before, after = (batch * cost.prompt(self.mean_prompt, use) for use in (False, k > 0))
                 speedup = x.whole(before, after, self.mean_tokens)
-                prospect.tokens_per_s[batch] = speedup * plain.tokens_per_s[batch]
+                prospect.promised[batch] = speedup * plain.promised[batch]
             found.append(prospect)
         return found
 
@@ -259,26 +241,26 @@ def load_targets(
     return made
 
 
-def survivors(prospects: Seq[Prospect], asked: TuneRequest) -> list[Prospect]:
+def survivors(prospects: Seq[Contestant], asked: TuneRequest) -> list[Contestant]:
     """The settings that run: those that may be the best, a few of each draft, and the first plain decoding.
 
     Plain decoding in another format runs where it may win, or where a draft in that format runs: their texts must be
     equal.
     """
     batches, by_memory = asked.looked_at, asked.objective == "memory"
-    plain = [p for p in prospects if p.candidate.plain]
-    drafting = [p for p in prospects if not p.candidate.plain]
+    plain = [p for p in prospects if p.setting.plain]
+    drafting = [p for p in prospects if not p.setting.plain]
     drafting.sort(key=lambda p: (p.num_bytes if by_memory else 0, -p.score(batches)))
     least = 0.0 if by_memory else max(p.score(batches) for p in prospects) * math.exp(-2 * OFF)
-    taken: list[Prospect] = []
+    taken: list[Contestant] = []
     for p in drafting:
-        same = sum(q.candidate.group == p.candidate.group for q in taken)
+        same = sum(q.setting.group == p.setting.group for q in taken)
         if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches) >= least:
             taken.append(p)
     if taken:  # the goodput policy is always among them, with the most promising draft
-        first = taken[0].candidate.group
-        adapting = [p for p in drafting if p.candidate.group == first and p.candidate.spec.policy == "goodput"]
+        first = taken[0].setting.group
+        adapting = [p for p in drafting if p.setting.group == first and p.setting.spec.policy == "goodput"]
         taken += [p for p in adapting if p not in taken]
-    targets = {p.candidate.target for p in taken}
-    rivals = [p for p in plain[1:] if p.candidate.target in targets or p.score(batches) >= least > 0.0]
+    targets = {p.setting.target for p in taken}
+    rivals = [p for p in plain[1:] if p.setting.target in targets or p.score(batches) >= least > 0.0]
     return [plain[0], *rivals, *taken]

@@ -19,7 +19,7 @@ def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
     asked = outcome.asked
     series = []
     for batch in sorted(asked.batches):
-        pairs = [(outcome.speedup(c, batch), outcome.predicted(c.prospect, batch)) for c in outcome.order]
+        pairs = [(outcome.speedup(c, batch), outcome.predicted(c, batch)) for c in outcome.order]
         series.append(_points(f"batch {batch}", pairs, [c.label for c in outcome.order]))
     x = "measured: speed over plain decoding"
     panels = [Panel("predicted against measured", x, series, "points", "predicted", diagonal=True)]
@@ -41,7 +41,7 @@ def frontier(outcome: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
     """For each format that ran: name, perplexity ratio, speed-up of its fastest setting, and is it Pareto-optimal?"""
     made: dict[tuple[str, str], tuple[str, Any, Any]] = {}
     for c in outcome.order:
-        setting = c.prospect.candidate
+        setting = c.setting
         key, speed = (setting.format, setting.kv_format), outcome.speedup(c)
         if key in outcome.quality and (key not in made or speed.value > made[key][2].value):
             made[key] = setting.formats or "auto", outcome.quality[key], speed

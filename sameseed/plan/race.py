@@ -11,36 +11,40 @@ import math
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 import numpy as np
 
+from sameseed.cost.round import Expected
 from sameseed.engine.engine import Engine
-from sameseed.measure.bench import Run, run_batch
-from sameseed.plan.candidates import Prospect
-from sameseed.plan.grid import Bound, Interval, TuneRequest
+from sameseed.measure.bench import Job, Run, run_batch
+from sameseed.plan.grid import Interval, Setting, TuneRequest
 from sameseed.plan.outlook import Z90
-from sameseed.request import SamplingParams
 
+OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # bootstrap samples, and the quantiles of an 80 % interval
 NOISE = 0.1  # assumed standard deviation of the logarithm of a single pair's ratio
 TURN = 4  # batches of prompts that a setting runs in its turn, after WARM_TOKENS unmeasured tokens of a text
 WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that must keep a bound
 SETTLED = 1.04  # ratio of the ends of the interval over plain decoding at which the last setting needs no more prompts
-Job = tuple[tuple[int, ...], SamplingParams]
 
 
 @dataclass
 class Contestant:
-    """A setting that runs, with what was measured by batch size.
+    """A setting, with what is predicted and, once it runs, measured, both by batch size.
 
-    `tokens` and `seconds` are those of each batch of prompts. Of each request, `ttft` is the seconds to the first
-    token, and `itl` those of a token after it.
+    `promised`, `rounds`: predicted tokens/s, and the predicted mean round. `num_bytes`: weights of target and drafts,
+    and the cache of the longest texts at the batch size looked at. `tokens` and `seconds` are those of each batch of
+    prompts. Of each request, `ttft` is the seconds to the first token, and `itl` those of a token after it.
     """
 
-    prospect: Prospect
+    setting: Setting
     engine: Callable[[], Engine]
-    jobs: Callable[[int, Seq[int]], list[Job]]  # the jobs of these prompt numbers, at a batch size
+    jobs: Seq[Job]  # by prompt number
+    promised: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, Expected] = field(default_factory=dict)
+    num_bytes: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     seconds: dict[int, list[float]] = field(default_factory=dict)
     ttft: dict[int, list[float]] = field(default_factory=dict)
@@ -50,27 +54,36 @@ class Contestant:
 
     @property
     def plain(self) -> bool:
-        return self.prospect.candidate.plain
+        return self.setting.plain
 
     @property
     def label(self) -> str:
-        return self.prospect.candidate.label
+        return self.setting.label
+
+    def score(self, batches: Seq[int]) -> float:
+        """Geometric mean of predicted tokens/s over these batch sizes."""
+        return geometric_mean(self.promised[b] for b in batches)
+
+    def over(self, plain: Contestant, batch: int) -> Interval:
+        """Predicted speed-up over the setting `plain` at a batch size."""
+        value = self.promised[batch] / plain.promised[batch]
+        return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
 
     def run(self, batch: int, members: Seq[int]) -> None:
         """Run these prompts together, and record tokens, times and texts."""
         run = Run()
-        run_batch(self.engine(), self.jobs(batch, members), run)
+        run_batch(self.engine(), [self.jobs[i] for i in members], run)
         self.tokens.setdefault(batch, []).append(run.num_tokens)
         self.seconds.setdefault(batch, []).append(run.seconds)
         self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token for c in run.completions)
         self.itl.setdefault(batch, []).extend(c.metrics.time_per_output_token for c in run.completions)
         self.texts.update({(batch, i): text for i, text in zip(members, run.texts, strict=True)})
 
-    def warm(self, batch: int, members: Seq[int]) -> None:
+    def warm(self, members: Seq[int]) -> None:
         """Generate a few tokens unmeasured: the setting that ran before has filled the caches with its own data."""
         few = [
             (tokens, replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens), min_tokens=0))
-            for tokens, params in self.jobs(batch, members)
+            for tokens, params in (self.jobs[i] for i in members)
         ]
         run_batch(self.engine(), few, Run())
 
@@ -83,54 +96,40 @@ class Contestant:
         return max(float(np.quantile(getattr(self, name)[b], KEEPS)) for b in batches)
 
 
-def anew(c: Contestant) -> Contestant:
-    """The same setting with nothing measured."""
-    return replace(c, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+def anew(c: Contestant, jobs: Seq[Job] | None = None) -> Contestant:
+    """The same setting with nothing measured, on these prompts (None: the same ones)."""
+    return replace(c, jobs=c.jobs if jobs is None else jobs, tokens={}, seconds={}, ttft={}, itl={}, texts={})
 
 
-@dataclass(frozen=True)
-class Aim:
-    """The objective: bounds are kept, then the least bytes or time to first token if `by` says so, then speed."""
+def missed(c: Contestant, asked: TuneRequest) -> str | None:
+    """The bounds that a contestant misses, with what was measured; None where it keeps all."""
+    found = [(b, c.latency(b.name, asked.looked_at)) for b in asked.slo]
+    return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
 
-    batches: tuple[int, ...]
-    by: str = "speed"  # or "ttft", "memory"
-    slo: tuple[Bound, ...] = ()
 
-    @classmethod
-    def of(cls, asked: TuneRequest) -> Aim:
-        return cls(asked.looked_at, asked.objective if asked.objective in ("ttft", "memory") else "speed", asked.slo)
+def ranked(found: Seq[Contestant], asked: TuneRequest, careful: bool = False) -> list[Contestant]:
+    """Contestants, the best first: bounds are kept, then come the least bytes or time to first token if those are the
+    objective, then speed relative to the first of `found`, on prompts that both ran.
 
-    @property
-    def needs_latency(self) -> bool:
-        """Are latencies compared? Their high quantiles need more prompts than a ratio of speeds."""
-        return self.by == "ttft" or bool(self.slo)
+    `careful`: by the lower ends of the intervals. The best of many by value alone is often one that scatters most.
+    """
 
-    def missed(self, c: Contestant) -> str | None:
-        """The bounds that a contestant misses, with what was measured; None where it keeps all."""
-        found = [(b, c.latency(b.name, self.batches)) for b in self.slo]
-        return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
+    def key(c: Contestant) -> tuple[float, ...]:
+        before = c.num_bytes if asked.objective == "memory" else 0
+        late = c.latency("ttft", asked.looked_at) if asked.objective == "ttft" else 0.0
+        over = ratio(c, found[0], asked.looked_at)
+        return missed(c, asked) is not None, before, late, -(over.low if careful else over.value)
 
-    def ranked(self, found: Seq[Contestant], careful: bool = False) -> list[Contestant]:
-        """Contestants, the best first; speed is relative to the first of `found`, on prompts that both ran.
+    return sorted(found, key=key)
 
-        `careful`: by the lower ends of the intervals. The best of many by value alone is often one that scatters most.
-        """
 
-        def key(c: Contestant) -> tuple[float, ...]:
-            before = c.prospect.num_bytes if self.by == "memory" else 0
-            late = c.latency("ttft", self.batches) if self.by == "ttft" else 0.0
-            over = ratio(c, found[0], self.batches)
-            return self.missed(c) is not None, before, late, -(over.low if careful else over.value)
-
-        return sorted(found, key=key)
-
-    def may_win(self, c: Contestant, leader: Contestant) -> bool:
-        """May the contestant still be better than the leader, by what was measured?"""
-        if self.by == "ttft" or self.missed(leader):
-            return True
-        if self.by == "memory" and c.prospect.num_bytes != leader.prospect.num_bytes:
-            return c.prospect.num_bytes < leader.prospect.num_bytes
-        return ratio(c, leader, self.batches).high >= 1.0
+def may_win(c: Contestant, leader: Contestant, asked: TuneRequest) -> bool:
+    """May the contestant still be better than the leader, by what was measured?"""
+    if asked.objective == "ttft" or missed(leader, asked):
+        return True
+    if asked.objective == "memory" and c.num_bytes != leader.num_bytes:
+        return c.num_bytes < leader.num_bytes
+    return ratio(c, leader, asked.looked_at).high >= 1.0
 
 
 def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> Interval:
@@ -169,10 +168,9 @@ def first_rung(num_prompts: int, batches: Seq[int]) -> int:
 
 def race(
     contestants: Seq[Contestant],
+    asked: TuneRequest,
     num_prompts: int,
-    batches: Seq[int],
     seconds: float,
-    aim: Aim,
     tick: Callable[[str, int, int], None] = lambda stage, done, total: None,
     all_run: bool = False,
 ) -> list[Contestant]:
@@ -185,8 +183,8 @@ def race(
     start, alive, done = time.perf_counter(), list(contestants), 0
     reference = next(c for c in alive if c.plain)
     while done < num_prompts:
-        upto = min(num_prompts, 2 * done or first_rung(num_prompts, batches))
-        for batch in batches:
+        upto = min(num_prompts, 2 * done or first_rung(num_prompts, asked.batches))
+        for batch in asked.batches:
             groups = [range(i, min(i + batch, upto)) for i in range(done, upto, batch)]
             for g in range(0, len(groups), TURN):
                 if done and not all_run and time.perf_counter() - start > seconds:
@@ -194,22 +192,23 @@ def race(
                 first = g // TURN % len(alive)  # rotates which contestant begins
                 for c in alive[first:] + alive[:first]:
                     tick(f"race: {len(alive)} settings, batch {batch}", done + g * batch, num_prompts)
-                    c.warm(batch, groups[g])
+                    c.warm(groups[g])
                     for members in groups[g : g + TURN]:
                         c.run(batch, members)
         done = upto
         if all_run or done == num_prompts:
             continue
-        order = aim.ranked(alive)
+        order = ranked(alive, asked)
         half = max(2, math.ceil(len(order) / 2))
         for i, c in enumerate(order):
-            if c is not reference and (i >= half or not (c is order[0] or aim.may_win(c, order[0]))):
+            if c is not reference and (i >= half or not (c is order[0] or may_win(c, order[0], asked))):
                 c.out_at = done
         alive = [c for c in alive if c.out_at is None]
-        lead = ratio(next((c for c in alive if c is not reference), reference), reference, batches)
-        settled = lead.high <= SETTLED * lead.low and not aim.needs_latency
+        lead = ratio(next((c for c in alive if c is not reference), reference), reference, asked.batches)
+        # High quantiles of latencies need more prompts than a ratio of speeds.
+        settled = lead.high <= SETTLED * lead.low and asked.objective != "ttft" and not asked.slo
         if (len(alive) <= 2 and settled) or time.perf_counter() - start > seconds:
             break
-    late = aim.ranked([reference, *(c for c in alive if c is not reference)], careful=True)
-    out = [c for c in aim.ranked([reference, *(c for c in contestants if c.out_at is not None)]) if c is not reference]
-    return late + sorted(out, key=lambda c: -(c.out_at or 0))
+    late = ranked([reference, *(c for c in alive if c is not reference)], asked, careful=True)
+    out = ranked([reference, *(c for c in contestants if c.out_at is not None)], asked)
+    return late + sorted((c for c in out if c is not reference), key=lambda c: -(c.out_at or 0))

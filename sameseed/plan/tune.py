@@ -20,9 +20,9 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
-from sameseed.plan.candidates import Prospect, TargetBench, Tell, load_targets, no_time, survivors
+from sameseed.plan.candidates import TargetBench, Tell, load_targets, no_time, survivors
 from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of, tried
-from sameseed.plan.race import Aim, Contestant, Job, anew, first_rung, race, ratio
+from sameseed.plan.race import Contestant, anew, first_rung, missed, race, ratio
 from sameseed.plan.trials import Trial
 from sameseed.report import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
@@ -48,7 +48,7 @@ class TuneOutcome:
     asked: TuneRequest
     order: list[Contestant]
     plain: Contestant
-    prospects: list[Prospect]
+    prospects: list[Contestant]
     trials: Mapping[str, Trial]
     lost: list[Loser]
     differing: list[str]
@@ -69,13 +69,13 @@ class TuneOutcome:
         """
         return ratio(contestant, self.plain, self.asked.looked_at if batch is None else (batch,))
 
-    def predicted(self, prospect: Prospect, batch: int) -> Interval:
+    def predicted(self, contestant: Contestant, batch: int) -> Interval:
         """Predicted speed-up at a batch size, over plain decoding in the first format."""
-        return prospect.over(self.plain.prospect, batch)
+        return contestant.over(self.plain, batch)
 
     def error(self, contestant: Contestant, batch: int) -> float:
         """Predicted over measured speed-up, less 1."""
-        return self.predicted(contestant.prospect, batch).value / self.speedup(contestant, batch).value - 1.0
+        return self.predicted(contestant, batch).value / self.speedup(contestant, batch).value - 1.0
 
 
 def tune(
@@ -96,7 +96,7 @@ def tune(
             targets = quality.kept(asked, targets, known, lost)
         prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
         wanted = survivors([p for _, p in prospects], asked)
-        runners = [_contestant(t, p, t.jobs) for t, p in prospects if p in wanted]
+        runners = [p for _, p in prospects if p in wanted]
         tokens = max(target.mean_tokens for target in targets)
         left = asked.seconds - (time.perf_counter() - start)
         runners, asked = affordable(runners, asked, tokens, left, lost)
@@ -104,7 +104,7 @@ def tune(
             few = range(min(*asked.batches, len(asked.prompts)))
             anew(c).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
-        order = race(runners, len(asked.prompts), asked.batches, left, Aim.of(asked), tell)
+        order = race(runners, asked, len(asked.prompts), left, tell)
     finally:
         ops.set_num_threads(threads)
     plain = next(c for c in runners if c.plain)
@@ -118,9 +118,9 @@ def tune(
         differing=differing(runners),
         seconds=time.perf_counter() - start,
         quality=known,
-        missed=Aim.of(asked).missed(order[0]),
-        by_batch=next(target.lengths(p.candidate) for target, p in prospects if p is order[0].prospect),
-        held_out=[_contestant(t, p, t.held_out) for t, p in prospects],
+        missed=missed(order[0], asked),
+        by_batch=next(target.lengths(p.setting) for target, p in prospects if p is order[0]),
+        held_out=[anew(p, target.held_out) for target, p in prospects],
     )
 
 
@@ -159,13 +159,12 @@ def affordable(
     reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
 
     def hope(c: Contestant) -> tuple[float, ...]:
-        p = c.prospect
-        return c is not reference, p.num_bytes if by_memory else 0, -p.score(asked.looked_at)
+        return c is not reference, c.num_bytes if by_memory else 0, -c.score(asked.looked_at)
 
     found: list[Contestant] = []
     taken, num_tokens = 0.0, first_rung(len(asked.prompts), asked.batches) * tokens
     for c in sorted(runners, key=hope):
-        needed = sum(num_tokens / c.prospect.tokens_per_s[b] for b in asked.batches)
+        needed = sum(num_tokens / c.promised[b] for b in asked.batches)
         if len(found) < 2 or taken + needed <= left:
             found.append(c)
             taken += needed
@@ -178,17 +177,11 @@ def affordable(
     return [c for c in runners if c in found], asked
 
 
-def _contestant(target: TargetBench, prospect: Prospect, jobs: Seq[Job]) -> Contestant:
-    return Contestant(
-        prospect, lambda: target.engine(prospect.candidate), lambda batch, members: [jobs[i] for i in members]
-    )
-
-
 def differing(runners: Seq[Contestant]) -> list[str]:
     """Labels of settings whose outputs differ from those of plain decoding in their format."""
     found = []
     for c in runners:
-        plain = next((p for p in runners if p.plain and p.prospect.candidate.target == c.prospect.candidate.target), c)
+        plain = next((p for p in runners if p.plain and p.setting.target == c.setting.target), c)
         if any(plain.texts.get(key, text) != text for key, text in c.texts.items()):
             found.append(c.label)
     return found
@@ -197,13 +190,11 @@ def differing(runners: Seq[Contestant]) -> list[str]:
 def as_tuned(found: TuneOutcome) -> Tuned:
     """The profile that `serve --profile` reads."""
     asked, best = found.asked, found.best
-    setting = best.prospect.candidate
+    setting = best.setting
     spec, drafting = setting.spec, not setting.plain
     batches, machine = sorted(asked.batches), machine_here(str(asked.settings.get("device", "cpu")))
     name = "speedup_batch_{}"
-    predicted = {
-        name.format(b): _figure(found.predicted(best.prospect, b), "profiled", found.error(best, b)) for b in batches
-    }
+    predicted = {name.format(b): _figure(found.predicted(best, b), "profiled", found.error(best, b)) for b in batches}
     measured = {name.format(b): _figure(found.speedup(best, b)) for b in batches}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
     trial = found.trials.get(setting.way)
@@ -240,8 +231,8 @@ def _figure(x: Interval, grade: str = "measured", error: float | None = None) ->
 
 def _scope(found: TuneOutcome) -> Scope:
     """The scope of the profile: prompts, lengths and loads that were tried."""
-    asked, batch = found.asked, min(found.asked.batches)
-    prompts = [len(prompt) for prompt, _ in found.plain.jobs(batch, range(len(asked.prompts)))]
+    asked = found.asked
+    prompts = [len(prompt) for prompt, _ in found.plain.jobs[: len(asked.prompts)]]
     tokens = [len(text) for text in found.plain.texts.values()]
     return Scope(
         store.digest({"prompts": [p.facts for p in asked.prompts]}),
@@ -257,18 +248,18 @@ def _scope(found: TuneOutcome) -> Scope:
 
 def losers(found: TuneOutcome) -> list[Loser]:
     """Settings that ran and lost, then those that were not worth a run, then those that could not run."""
-    best, aim, made = found.best, Aim.of(found.asked), []
+    best, asked, made = found.best, found.asked, []
     for c in found.order[1:]:
-        x, missed = ratio(c, best, found.asked.looked_at), aim.missed(c)
-        more = c.prospect.num_bytes - best.prospect.num_bytes if aim.by == "memory" else 0
-        why = "late" if missed else "memory" if more > 0 else "first token" if aim.by == "ttft" else "slower"
-        note = missed or (f"{more / 2**20:.1f} MiB more" if more > 0 else "")
+        x, late = ratio(c, best, asked.looked_at), missed(c, asked)
+        more = c.num_bytes - best.num_bytes if asked.objective == "memory" else 0
+        why = "late" if late else "memory" if more > 0 else "first token" if asked.objective == "ttft" else "slower"
+        note = late or (f"{more / 2**20:.1f} MiB more" if more > 0 else "")
         made.append(Loser({"setting": c.label}, why, x.value, x.low, x.high, note))
     ran = {c.label for c in found.order}
     for p in found.prospects:
-        if p.candidate.label not in ran:
-            share = mean(p.tokens_per_s[b] / best.prospect.tokens_per_s[b] for b in found.asked.looked_at)
-            made.append(Loser({"setting": p.candidate.label}, "dominated", share, note="by prediction; it did not run"))
+        if p.label not in ran:
+            share = mean(p.promised[b] / best.promised[b] for b in asked.looked_at)
+            made.append(Loser({"setting": p.label}, "dominated", share, note="by prediction; it did not run"))
     return made + found.lost
 
 
@@ -285,14 +276,11 @@ KNOBS: dict[str, Callable[[Setting], str]] = {
 
 def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
     """For each knob its chosen value, and why: the best setting with another value, measured if it ran."""
-    mine, rows = found.best.prospect.candidate, []
+    mine, rows = found.best.setting, []
     ran = {c.label: ratio(c, found.best, found.asked.looked_at).value for c in found.order}
-    predicted = {
-        p.candidate.label: mean(p.tokens_per_s[b] / found.best.prospect.tokens_per_s[b] for b in p.rounds)
-        for p in found.prospects
-    }
+    predicted = {p.label: mean(p.promised[b] / found.best.promised[b] for b in p.rounds) for p in found.prospects}
     for knob, of in KNOBS.items():
-        rivals = [p.candidate for p in found.prospects if of(p.candidate) != of(mine)]
+        rivals = [p.setting for p in found.prospects if of(p.setting) != of(mine)]
         raced, why = [s for s in rivals if s.label in ran], "no other was tried"
         if rivals:
             speed, label = max(((ran if raced else predicted)[s.label], of(s)) for s in raced or rivals)

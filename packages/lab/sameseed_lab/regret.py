@@ -18,7 +18,7 @@ import numpy as np
 
 from sameseed.plan.candidates import Tell
 from sameseed.plan.grid import Interval, TuneRequest
-from sameseed.plan.race import Aim, Contestant, anew, race, ratio
+from sameseed.plan.race import Contestant, anew, race, ranked, ratio
 from sameseed.plan.tune import TuneOutcome, differing
 from sameseed.report import record
 from sameseed.report.schemas import TUNE_SCHEMA
@@ -85,18 +85,18 @@ class Regret:
 
 def regret(outcome: TuneOutcome, tell: Tell) -> Regret:
     """Run all settings on the prompts held out, then the first of them again with the choice and usual choices."""
-    asked, aim = outcome.asked, Aim.of(outcome.asked)
+    asked = outcome.asked
     held, count = list(outcome.held_out), len(outcome.asked.held_out)
-    race(held, count, asked.batches, math.inf, aim, tell, all_run=True)
-    chosen = next(c for c in held if c.prospect is outcome.best.prospect)
+    race(held, asked, count, math.inf, tell, all_run=True)
+    chosen = next(c for c in held if c.setting == outcome.best.setting)
     usual = usual_choices(held, asked)
     finals: list[Contestant] = []
-    for c in (*aim.ranked(held)[:FINALISTS], chosen, *usual.values()):
-        finals += [] if any(c.prospect is f.prospect for f in finals) else [anew(c)]
+    for c in (*ranked(held, asked)[:FINALISTS], chosen, *usual.values()):
+        finals += [] if any(c.setting == f.setting for f in finals) else [anew(c)]
     shuffled, rng = list(finals), random.Random(0)
     for _ in range(REPEATS):
         rng.shuffle(shuffled)  # what runs before a setting affects it
-        race(shuffled, count, asked.batches, math.inf, aim, tell, all_run=True)
+        race(shuffled, asked, count, math.inf, tell, all_run=True)
     return compare(held, finals, chosen, usual, asked)
 
 
@@ -104,12 +104,12 @@ def usual_choices(held: Seq[Contestant], asked: TuneRequest) -> dict[str, Contes
     """The baselines of `Regret`."""
     plain = next(c for c in held if c.plain)
     usual = {"plain": plain}
-    fixed = [c for c in held if not c.plain and c.prospect.candidate.spec.policy == "fixed"]
+    fixed = [c for c in held if not c.plain and c.setting.spec.policy == "fixed"]
     if fixed:
-        longest = max(fixed, key=lambda c: c.prospect.rounds[asked.looked_at[0]].tokens)
+        longest = max(fixed, key=lambda c: c.rounds[asked.looked_at[0]].tokens)
         usual["longest acceptance"] = longest
-        its = [c for c in fixed if c.prospect.candidate.group == longest.prospect.candidate.group]
-        usual[f"k = {USUAL}"] = next(c for c in its if c.prospect.candidate.spec.num_draft_tokens == USUAL)
+        its = [c for c in fixed if c.setting.group == longest.setting.group]
+        usual[f"k = {USUAL}"] = next(c for c in its if c.setting.spec.num_draft_tokens == USUAL)
     return usual
 
 
@@ -122,13 +122,13 @@ def compare(
 ) -> Regret:
     """The regret of `chosen` and of `usual` choices from the runs of `finals`; errors from those of all, `held`."""
     plain, drafting = next(c for c in held if c.plain), [c for c in held if not c.plain]
-    best = Aim.of(asked).ranked(finals)[0]
+    best = ranked(finals, asked)[0]
 
     def behind(c: Contestant) -> Behind:
-        x = ratio(next(f for f in finals if f.prospect is c.prospect), best, asked.looked_at)
+        x = ratio(next(f for f in finals if f.setting == c.setting), best, asked.looked_at)
         return Behind(c.label, Interval(1 - x.value, 1 - x.high, 1 - x.low))
 
-    pairs = [[(c.prospect.over(plain.prospect, b), ratio(c, plain, (b,))) for b in asked.batches] for c in drafting]
+    pairs = [[(c.over(plain, b), ratio(c, plain, (b,))) for b in asked.batches] for c in drafting]
     rows = [
         {
             "setting": c.label,

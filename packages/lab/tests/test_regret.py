@@ -14,7 +14,6 @@ import pytest
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.plan.candidates import Prospect
 from sameseed.plan.grid import Setting, TuneRequest
 from sameseed.plan.race import Contestant
 from sameseed.request import SamplingParams
@@ -27,11 +26,14 @@ def asked(**given: Any) -> TuneRequest:
     return TuneRequest("embedded", PROMPTS, SamplingParams(max_tokens=8, seed=1), ("ngram",), **given)
 
 
-def prospect(spec: SpecConfig) -> Prospect:
+def contestant(cls: type[Contestant], spec: SpecConfig) -> Contestant:
     value = 1.0 + 0.1 * spec.num_draft_tokens if spec.method != "none" else 1.0
     speeds = dict.fromkeys((1, 4), value)
-    simulated: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
-    return Prospect(Setting("auto", "auto", spec), speeds, simulated, 0)
+    rounds: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
+    params = SamplingParams(max_tokens=8)
+    jobs = [((i,), params) for i in range(len(PROMPTS))]
+    none: Any = SimpleNamespace
+    return cls(Setting("auto", "auto", spec), none, jobs, speeds, rounds)
 
 
 def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
@@ -40,11 +42,11 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     lucky: set[tuple[int, ...]] = set()
 
     class Timed(Contestant):
-        def warm(self, batch: int, members: Seq[int]) -> None:
+        def warm(self, members: Seq[int]) -> None:
             pass
 
         def run(self, batch: int, members: Seq[int]) -> None:
-            numbers = tuple(i for (i,) in self.jobs(batch, members))
+            numbers = tuple(members)
             luck = self.label == "ngram k=1" and (batch, *numbers) not in lucky
             lucky.update({(batch, *numbers)} if luck else ())
             self.tokens.setdefault(batch, []).append(100 * len(members))
@@ -52,8 +54,7 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
             for times in (self.ttft, self.itl):
                 times.setdefault(batch, []).extend([0.1] * len(members))
 
-    none: Any = SimpleNamespace()
-    timed = [Timed(prospect(spec), lambda: none, lambda b, m: [(i,) for i in m]) for spec in specs]  # type: ignore[misc]
+    timed = [contestant(Timed, spec) for spec in specs]
     request = replace(asked(), prompts=PROMPTS[::2], held_out=PROMPTS[1::2])
     outcome: Any = SimpleNamespace(asked=request, held_out=timed, best=timed[3])
     found = regret.regret(outcome, lambda *_: None)

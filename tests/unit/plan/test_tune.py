@@ -1,6 +1,7 @@
 """Tuning: the grid, which contestants run and win; the embedded pair, from prompts to a profile for an engine."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +18,9 @@ from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
-from sameseed.plan.candidates import Prospect, TargetBench, load_targets, survivors
+from sameseed.plan.candidates import TargetBench, load_targets, survivors
 from sameseed.plan.grid import Bound, Interval, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
-from sameseed.plan.race import Aim, Contestant, race, ratio
+from sameseed.plan.race import Contestant, missed, race, ratio
 from sameseed.plan.trials import Trial, TrialRun
 from sameseed.request import SamplingParams
 from sameseed.tuned import Tuned
@@ -35,7 +36,7 @@ def asked(**given):
 def prospect(spec, value, num_bytes=0):
     speeds = dict.fromkeys((1, 4), value)
     made = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
-    return Prospect(Setting("auto", "auto", spec), speeds, made, num_bytes)
+    return Contestant(Setting("auto", "auto", spec), SimpleNamespace, [()] * 4096, speeds, made, num_bytes)
 
 
 def test_bad_requests():
@@ -105,9 +106,9 @@ def test_who_runs():
     hopeless = [prospect(s, 0.5) for s in lengths_of(SpecConfig("suffix"))]
     found = survivors([plain, *good, *hopeless], asked())
     assert found[0] is plain and not any(p in hopeless for p in found)
-    assert sum(p.candidate.draft == "ngram" for p in found) == 3, "two, and the one that adapts itself"
-    slow = Prospect(Setting("w8a8", "auto", SpecConfig()), plain.tokens_per_s)
-    fast = Prospect(Setting("w4a8", "auto", SpecConfig()), good[0].tokens_per_s)
+    assert sum(p.setting.draft == "ngram" for p in found) == 3, "two, and the one that adapts itself"
+    slow = replace(plain, setting=Setting("w8a8", "auto", SpecConfig()))
+    fast = replace(good[0], setting=Setting("w4a8", "auto", SpecConfig()))
     found = survivors([plain, *good, slow, fast], asked())
     assert plain in found and fast in found and slow not in found, "other formats only where they may win"
     small = survivors([plain, *good, *hopeless], asked(objective="memory"))
@@ -119,14 +120,10 @@ class Runs:
 
     def __init__(self, spec, speed, ttft=0.01, num_bytes=0):
         self.ran: list[int] = []
-        self.contestant = Contestant(prospect(spec, speed, num_bytes), lambda: SimpleNamespace(), self.jobs)
+        self.contestant = prospect(spec, speed, num_bytes)
         self.contestant.run = self.run
-        self.contestant.warm = lambda batch, members: None
+        self.contestant.warm = lambda members: None
         self.speed, self.ttft = speed, ttft
-
-    @staticmethod
-    def jobs(batch, members):
-        return []
 
     def run(self, batch, members):
         self.ran += members
@@ -146,7 +143,7 @@ def ngrams(count):
 
 def test_the_race():
     runs = ngrams(6)
-    order = race([r.contestant for r in runs], 32, (1, 4), 60.0, Aim((1, 4)))
+    order = race([r.contestant for r in runs], asked(), 32, 60.0)
     assert order[0] is runs[-1].contestant
     assert len(runs[0].ran) == len(runs[-1].ran) > len(runs[1].ran), "plain runs to the end, the worst soon no more"
     found = ratio(order[0], runs[0].contestant, (1, 4))
@@ -165,37 +162,37 @@ def test_what_scatters_does_not_win_by_luck():
             super().run(batch, members)
 
     runs = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 1.7), Scattering(SpecConfig("suffix"), 1.0)]
-    order = race([r.contestant for r in runs], 16, (4,), 60.0, Aim((4,)))
+    order = race([r.contestant for r in runs], asked(batches=(4,)), 16, 60.0)
     steady, lucky = (ratio(r.contestant, runs[0].contestant, (4,)) for r in runs[1:])
     assert lucky.value > steady.value and order[0] is runs[1].contestant
 
 
-@pytest.mark.parametrize(("aim", "whole"), [(Aim((1,)), False), (Aim((1,), slo=(Bound("itl", 9.0),)), True)])
-def test_a_race_that_is_decided_ends(aim, whole):
+@pytest.mark.parametrize(("slo", "whole"), [((), False), ((Bound("itl", 9.0),), True)])
+def test_a_race_that_is_decided_ends(slo, whole):
     """A lead that is known well needs no more prompts, unless latencies count; a scattering one does."""
     few = [Runs(SpecConfig(), 1.0), Runs(SpecConfig("ngram"), 2.0)]
-    race([r.contestant for r in few], 4096, (1,), 60.0, aim)
+    race([r.contestant for r in few], asked(batches=(1,), slo=slo), 4096, 60.0)
     assert (len(few[0].ran) == len(few[1].ran) == 4096) == whole
 
 
 @pytest.mark.parametrize(
-    ("aim", "winner"),
+    ("objective", "slo", "winner"),
     [
-        (Aim((1,)), "fast"), (Aim((1,), slo=(Bound("ttft", 1.0),)), "plain"),
-        (Aim((1,), slo=(Bound("itl", 0.6),)), "fast"), (Aim((1,), by="ttft"), "plain"),
-        (Aim((1,), by="memory"), "small"),
+        ("latency", (), "fast"), ("latency", (Bound("ttft", 1.0),), "plain"), ("latency", (Bound("itl", 0.6),), "fast"),
+        ("ttft", (), "plain"), ("memory", (), "small"),
     ],
 )  # fmt: skip
-def test_what_is_best_is_what_was_aimed_at(aim, winner):
+def test_what_is_best_is_what_was_aimed_at(objective, slo, winner):
     runs = {
         "plain": Runs(SpecConfig(), 1.0, num_bytes=5),
         "fast": Runs(SpecConfig("ngram"), 2.0, ttft=9.0, num_bytes=5),
         "small": Runs(SpecConfig("suffix"), 0.5, ttft=0.5, num_bytes=4),
     }
-    order = race([r.contestant for r in runs.values()], 8, (1,), 60.0, aim)
+    request = asked(batches=(1,), objective=objective, slo=slo)
+    order = race([r.contestant for r in runs.values()], request, 8, 60.0)
     assert order[0] is runs[winner].contestant
-    missed = aim.missed(runs["fast"].contestant)
-    assert missed == ("ttft<1s missed: 9 s" if aim.slo == (Bound("ttft", 1.0),) else None)
+    late = missed(runs["fast"].contestant, request)
+    assert late == ("ttft<1s missed: 9 s" if slo == (Bound("ttft", 1.0),) else None)
 
 
 def test_a_small_budget_is_refused_before_anything_is_measured():
@@ -266,13 +263,13 @@ def test_by_hand():
     # Four rounds: one without a draft, three with drafts of 4, 4 and 2 tokens, of which 3, 0 and 2 were right.
     run = TrialRun(4, np.array([[4, 3], [4, 0], [2, 2]]), (0.75,))
     trial = Trial({4: run}, 8)
-    assert trial.drafted(4) == Drafted(5 / 4, 10 / 4, ((0.75, 10 / 3),))
-    assert trial.drafted(1) == Drafted(2 / 4, 3 / 4, ((0.75, 1.0),))
+    assert trial.drafted(4) == Drafted(5 / 4, (1 / 4, 0.0, 1 / 4, 0.0, 2 / 4), ((0.75, 10 / 3),))
+    assert trial.drafted(1) == Drafted(2 / 4, (1 / 4, 3 / 4), ((0.75, 1.0),))
     rates = trial.rates(2)
     assert rates.marginal_accept_rates == (0.5, 0.5) and rates.conditional_accept_rates == (0.5, 1.0)
     assert (rates.mean_accept_length, rates.num_samples) == (2.0, 4)
     none = Trial({4: TrialRun(3, np.zeros((0, 2), np.int64), (0.0,))}, 8)
-    assert none.drafted(4) == Drafted(0.0, 0.0, ((0.0, 0.0),)) and none.rates(4).mean_accept_length == 1.0
+    assert none.drafted(4) == Drafted(0.0, (1.0,), ((0.0, 0.0),)) and none.rates(4).mean_accept_length == 1.0
 
 
 def test_each_size_of_a_tree_has_a_run_of_its_own():
