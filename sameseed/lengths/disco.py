@@ -7,10 +7,10 @@ no times and ignores costs; `goodput` considers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 
-from sameseed.cost.running import EngineCost
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
+from sameseed.lengths.fixed import FixedLength
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
@@ -18,7 +18,7 @@ from sameseed.spec.drafter import Round
 LIKELY = 0.3  # SpecDec++ (Huang et al., 2024) stops when some token is rejected with probability 0.7
 
 
-class DiscoLength:
+class DiscoLength(FixedLength):
     """Ends a draft after the first token whose path is accepted with a probability below `threshold`, 0..1.
 
     A draft has at least one token and at most `num_draft_tokens`. If a drafter gives no probabilities, acceptance rates
@@ -28,7 +28,7 @@ class DiscoLength:
     uses_confidence = trims = True
 
     def __init__(self, num_draft_tokens: int, threshold: float = LIKELY) -> None:
-        self.num_draft_tokens = num_draft_tokens
+        super().__init__(num_draft_tokens)
         self.threshold = threshold
         self.acceptance = Acceptance(max(1, num_draft_tokens))
         self._nodes: dict[int, DraftNodes] = {}  # drafts of the current round, by request id
@@ -37,9 +37,6 @@ class DiscoLength:
     def build(cls, num_draft_tokens: int, confidence: float | None = None) -> DiscoLength:
         """The policy for these settings."""
         return cls(num_draft_tokens, LIKELY if confidence is None else confidence)
-
-    def calibrate(self, measure: Callable[[], EngineCost]) -> None:
-        return None
 
     def lengths(
         self, seqs: Seq[Sequence], num_rows: int | None = None, budget: int | None = None, beside: int = 0
@@ -53,10 +50,6 @@ class DiscoLength:
     def _kept(self, nodes: DraftNodes) -> list[int]:
         """Nodes whose parents are likely enough. The first unlikely node of a path is kept, to learn its rate too."""
         return [i for i, p in enumerate(nodes.parents) if p < 0 or nodes.likely[p] >= self.threshold]
-
-    @property
-    def least_probability(self) -> float:
-        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """True if all of these chains have become too unlikely."""
@@ -72,9 +65,6 @@ class DiscoLength:
             if nodes is not None and len(kept := self._kept(nodes)) < len(nodes.parents):
                 keep[b], self._nodes[seqs[b].seq_id] = kept, nodes.kept(kept)
         return draft if all(k is None for k in keep) else draft.kept(keep)
-
-    def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
-        return True
 
     def update(self, round_: Round) -> None:
         self.acceptance.learn_round(round_, self._nodes)
