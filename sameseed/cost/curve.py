@@ -1,16 +1,36 @@
-"""Curve: seconds of a pass by its rows and contexts, piecewise linear between measured points."""
+"""Curve: seconds of a pass by its rows and contexts, piecewise linear between measured points; files of such points."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sameseed.errors import ConfigError
+
+ENGINE_SCHEMA = "sameseed.engine-costs/1"
+P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between its p10 and p90
 Floats = NDArray[np.float64]
 SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
 LEARN = 0.1  # weight of a new round in the corrections of a curve and in the running means of `EngineCost.ratios`
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of costs, of our own profile or of another engine. Raises ConfigError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read costs from {path} ({error}); write them: sameseed profile --json FILE"
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object; write it with sameseed profile --json FILE")
+    return data
 
 
 def interpolate(xs: Seq[float], ys: Seq[float], x: float) -> float:

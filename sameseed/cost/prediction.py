@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost, expected
 from sameseed.models.runner import ModelRunner
-from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter
 
 
@@ -33,22 +32,19 @@ class Prediction:
     draft_ms: float
     draft_cost: str
 
-    def as_dict(self) -> dict[str, object]:
-        """Plain data for a record."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class RunCounts:
     """Counts and times of one run, in seconds: `seconds` in total, `prefill`, `draft`, and `outside` the models.
 
-    `num_steps`: target passes after the prefill. `num_rounds`: the same passes counted once per sequence in them.
-    `context`: mean cached tokens of a sequence. `prompts`: tokens of each prompt.
+    `num_steps`: target passes after the prefill. `rounds`: the same passes counted once per sequence in them, by draft
+    tokens from 0 on; `accepted`: draft tokens that were accepted in all of them. `context`: mean cached tokens of a
+    sequence. `prompts`: tokens of each prompt.
     """
 
-    metrics: SpecMetrics
+    rounds: tuple[int, ...]
+    accepted: int
     num_steps: int
-    num_rounds: int
     seconds: float
     prefill: float
     draft: float
@@ -56,11 +52,16 @@ class RunCounts:
     context: float
     prompts: tuple[int, ...] = ()
 
+    @property
+    def batch(self) -> float:
+        """Mean sequences of a pass."""
+        return max(1, sum(self.rounds)) / self.num_steps
+
     def drafted(self, k: int) -> Drafted:
-        """The mean round, whatever `k`: drafts of the run's own length."""
-        m, n = self.metrics, self.num_rounds
-        steps = m.num_draft_tokens / max(1, m.num_drafts)
-        return Drafted(m.num_accepted_tokens / n, m.num_draft_tokens / n, ((m.num_drafts / n, steps),))
+        """The mean round, whatever `k`: drafts of the run's own lengths."""
+        n, drafts = max(1, sum(self.rounds)), sum(self.rounds[1:])
+        steps = sum(k * count for k, count in enumerate(self.rounds)) / max(1, drafts)
+        return Drafted(self.accepted / n, tuple(count / n for count in self.rounds), ((drafts / n, steps),))
 
 
 def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None, at_once: bool = False) -> Prediction:
@@ -68,15 +69,15 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
 
     `target`, `draft`: cost curves of both models; without `draft`, drafting time is taken from the run. `at_once`: the
     draft model makes a whole draft in one pass. Prompts take the time that they took in `plain`, and that of the draft
-    model's passes over them. Time outside the models is assumed to be that of `plain`.
+    model's passes over them. Time outside the models is that of each run.
     """
-    gap = plain.outside / plain.num_steps
     own = ModelSteps(draft, at_once)
-    cost, together = RoundCost(target, (own,), Gap(gap, gap)), run.num_rounds / run.num_steps
-    found = expected(cost, run, 1, together, run.context)
+    gap = Gap(plain.outside / plain.num_steps, run.outside / run.num_steps)
+    cost = RoundCost(target, (own,), gap)
+    found = expected(cost, run, 1, run.batch, run.context)
     if draft is None:
         found = replace(found, draft=run.draft / run.num_steps)
-    before = expected(cost, run, 0, plain.num_rounds / plain.num_steps, run.context)
+    before = expected(cost, run, 0, plain.batch, run.context)
     decoding, plain_decoding = run.num_steps * found.seconds, plain.num_steps * before.plain
     prompts = plain.prefill + sum(map(own.prompt, run.prompts))
     whole = (plain.prefill + plain_decoding) / (prompts + decoding)
@@ -88,7 +89,7 @@ def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None
         decode_speedup=decode,
         decode_error=decode / measured_decode - 1.0,
         tokens_per_round=found.tokens,
-        rows_per_round=together * (1.0 + run.metrics.num_draft_tokens / run.num_rounds),
+        rows_per_round=run.batch * (1.0 + run.drafted(1).rows),
         plain_ms=before.plain * 1e3,
         round_ms=found.seconds * 1e3,
         draft_ms=found.draft * 1e3,

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
+
+import numpy as np
 
 from sameseed.tuned import TABLE_END
 
@@ -89,7 +92,7 @@ class RoundCost:
 
     passes: Passes
     levels: tuple[Proposal, ...] = ()
-    between: Between = Gap()
+    gap: Between = Gap()
     prompts: Callable[[float], float] | None = None
     grade: str = "measured"
     spread: float = 0.0
@@ -102,15 +105,9 @@ class RoundCost:
         self, steps: float, batch: float = 1.0, context: float = 0.0, decided: float = 1.0, level: int = 0
     ) -> float:
         """Seconds of a proposal of one level; 0 where there is none."""
-        return (
-            self.levels[min(level, len(self.levels) - 1)].seconds(steps, batch, context, decided)
-            if self.levels
-            else 0.0
-        )
-
-    def gap(self, rows: float, drafted: bool) -> float:
-        """Seconds of a round outside the models."""
-        return self.between.at(rows, drafted)
+        if not self.levels:
+            return 0.0
+        return self.levels[min(level, len(self.levels) - 1)].seconds(steps, batch, context, decided)
 
     def prompt(self, tokens: float, drafted: bool = False) -> float:
         """Seconds of the passes over a prompt; with those of the draft's models, if it is `drafted` for."""
@@ -126,14 +123,28 @@ def read(passes: Passes, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class Drafted:
-    """The mean round of a sequence: accepted draft tokens, and drafted rows.
+    """The rounds of a sequence: mean accepted draft tokens, and the share of rounds with 0, 1, 2, ... drafted rows.
 
-    `levels`: for each draft level the share of rounds that use it, and its steps in these.
+    A lookup often finds nothing: passes over 1 and 9 rows in turn take another time than passes over 5. `levels`: for
+    each draft level the share of rounds that use it, and its steps in these.
     """
 
     accepted: float
-    rows: float
+    lengths: tuple[float, ...]
     levels: tuple[tuple[float, float], ...]
+
+    @property
+    def rows(self) -> float:
+        """Mean drafted rows."""
+        return sum(n * share for n, share in enumerate(self.lengths))
+
+    def passes(self, batch: float) -> list[tuple[float, float]]:
+        """The rows of passes of `batch` sequences that draft independently of each other, and the share of each."""
+        if max(self.lengths) == 1.0:
+            return [(batch * (1.0 + self.rows), 1.0)]
+        count = max(1, round(batch))
+        shares = reduce(np.convolve, [self.lengths] * count, np.ones(1))
+        return [(batch * (1.0 + n / count), float(share)) for n, share in enumerate(shares) if share]
 
 
 class DraftAcceptance(Protocol):
@@ -154,7 +165,7 @@ class PlaceRates:
         for i in range(k):
             alive *= self.rates[min(i, len(self.rates) - 1)]
             accepted += alive
-        return Drafted(accepted, k, ((1.0, k),))
+        return Drafted(accepted, (*[0.0] * k, 1.0), ((1.0, k),))
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,7 @@ class Expected:
 
 def expected(cost: RoundCost, acceptance: DraftAcceptance, k: int, batch: float, context: float = 0.0) -> Expected:
     """What rounds of `batch` sequences cost and bring, with drafts of at most `k` tokens each."""
-    plain = cost.target(batch, batch, context), cost.gap(batch, False)
+    plain = cost.target(batch, batch, context), cost.gap.at(batch, False)
     if not k:
         return Expected(1.0, plain[0], 0.0, plain[1], *plain, batch)
     of, draft = acceptance.drafted(k), 0.0
@@ -209,8 +220,9 @@ def expected(cost: RoundCost, acceptance: DraftAcceptance, k: int, batch: float,
         used = 1.0 - (1.0 - min(share, 1.0)) ** batch  # chance that a sequence of the batch uses the level
         if used > 0.0:
             draft += used * cost.draft(steps, batch * share / used, context, 1.0 + of.accepted, level)
-    rows = batch * (1.0 + of.rows)
-    return Expected(1.0 + of.accepted, cost.target(rows, batch, context), draft, cost.gap(rows, True), *plain, batch, k)
+    target = sum(share * cost.target(rows, batch, context) for rows, share in of.passes(batch))
+    gap = cost.gap.at(batch * (1.0 + of.rows), True)
+    return Expected(1.0 + of.accepted, target, draft, gap, *plain, batch, k)
 
 
 def best(

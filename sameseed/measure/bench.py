@@ -65,10 +65,11 @@ class Run:
         """The counts that a prediction needs."""
         done = self.completions
         context = sum(c.metrics.num_prompt_tokens + c.metrics.num_output_tokens / 2 for c in done) / max(1, len(done))
-        steps, rounds = max(1, self.num_steps - self.num_batches), max(1, self.metrics.num_rounds - len(done))
-        prompts = tuple(c.metrics.num_prompt_tokens for c in done)
+        plain, *lengths = self.draft_lengths
+        rounds = plain - len(done), *lengths  # without those over prompts
+        prompts, accepted = tuple(c.metrics.num_prompt_tokens for c in done), self.metrics.num_accepted_tokens
         times = self.seconds, self.prefill, self.times.draft, self.overhead
-        return RunCounts(self.metrics, steps, rounds, *times, context, prompts)
+        return RunCounts(rounds, accepted, max(1, self.num_steps - self.num_batches), *times, context, prompts)
 
     @property
     def decoded_per_s(self) -> float:

@@ -69,7 +69,7 @@ def make_records(
         made = make_record(config_as_dict(bench.llm, model, arm, workload), runs[arm], plain, run_id, here)
         middle = sorted(range(len(plain)), key=lambda i: made["repetitions"][i]["speedup"])[len(plain) // 2]
         found = bench.predict(arm, runs[arm][middle], plain[middle])
-        records.append(made if found is None else {**made, "prediction": found.as_dict()})
+        records.append(made if found is None else {**made, "prediction": asdict(found)})
     return records
 
 

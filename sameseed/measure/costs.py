@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sameseed.cost.curve import Curve, interpolate
+from sameseed.cost.curve import ENGINE_SCHEMA, P10_TO_P90, Curve, interpolate, read_table
 from sameseed.cost.round import Gap, RoundCost
-from sameseed.cost.tables import ENGINE_SCHEMA, P10_TO_P90, read_table
 from sameseed.errors import ConfigError, nearest
 from sameseed.measure.limits import Limits
 from sameseed.report.schemas import PROFILE_SCHEMA

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from sameseed import fields
-from sameseed.cost.curve import Curve
-from sameseed.cost.round import RoundCost
-from sameseed.cost.tables import ENGINE_SCHEMA, read_table
+from sameseed.cost.curve import ENGINE_SCHEMA, Curve, read_table
 from sameseed.errors import ConfigError
 
 
@@ -47,23 +46,15 @@ class EngineCosts:
         """Numbers of sequences that were measured, in ascending order."""
         return tuple(sorted({p.batch for p in self.passes}))
 
-    def cost(self) -> RoundCost:
-        """The costs of rounds."""
-        return RoundCost(EnginePasses(self), grade="profiled")
-
-
-class EnginePasses:
-    """Passes of another engine: linear in rows at each measured batch size, and between batch sizes."""
-
-    def __init__(self, costs: EngineCosts) -> None:
-        self.curves = {
-            b: Curve(sorted((p.rows, p.ms / 1e3) for p in costs.passes if p.batch == b)) for b in costs.batches
-        }
+    @cached_property
+    def _curves(self) -> dict[int, Curve]:
+        return {b: Curve(sorted((p.rows, p.ms / 1e3) for p in self.passes if p.batch == b)) for b in self.batches}
 
     def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
-        if len(self.curves) == 1:
-            return next(iter(self.curves.values())).at(rows)
-        return Curve([(b, curve.at(b * rows / batch)) for b, curve in self.curves.items()]).at(batch)
+        """Seconds of a pass (`Passes`): linear in rows at each measured batch size, and between batch sizes."""
+        if len(self._curves) == 1:
+            return next(iter(self._curves.values())).at(rows)
+        return Curve([(b, curve.at(b * rows / batch)) for b, curve in self._curves.items()]).at(batch)
 
 
 def read_costs(path: Path, engine: str) -> EngineCosts:

@@ -54,9 +54,11 @@ class Trial:
     def drafted(self, k: int) -> Drafted:
         """The mean round with drafts of at most `k` tokens, for `expected`."""
         run, drafts = self._cut(k)
-        rows, accepted = (drafts.sum(0) / run.num_rounds).tolist()
+        counts = np.bincount(drafts[:, 0], minlength=1)
+        counts[0] = run.num_rounds - len(drafts)
         steps = min(float(drafts[:, 0].mean()), self.deepest) if len(drafts) else 0.0
-        return Drafted(accepted, rows, tuple((share, steps) for share in run.shares))
+        accepted = float(drafts[:, 1].sum()) / run.num_rounds
+        return Drafted(accepted, tuple((counts / run.num_rounds).tolist()), tuple((s, steps) for s in run.shares))
 
     def rates(self, k: int) -> AcceptRates:
         """How often each place of drafts of at most `k` tokens was accepted."""

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sameseed.cost.round import PAYS
-from sameseed.cost.tables import ENGINE_SCHEMA
+from sameseed.cost.curve import ENGINE_SCHEMA
+from sameseed.cost.round import PAYS, RoundCost
 from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
@@ -168,7 +168,7 @@ def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCos
 
 def rows_of(costs: EngineCosts) -> list[LengthRow]:
     """Rows for every length up to the longest that was run, at each batch size that ran with a draft and without."""
-    cost, made = costs.cost(), []
+    cost, made = RoundCost(costs, grade="profiled"), []
     for batch in costs.batches:
         ran = {p.rows // batch - 1 for p in costs.passes if p.batch == batch}
         if 0 not in ran or len(ran) < 2:

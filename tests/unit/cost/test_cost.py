@@ -10,7 +10,7 @@ from sameseed import store
 from sameseed.cost.curve import Curve
 from sameseed.cost.draft_format import FEW, cheaper, chosen_scheme, read_bytes
 from sameseed.cost.prediction import RunCounts, predict
-from sameseed.cost.round import PAYS, Gap, ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import PAYS, Drafted, Gap, ModelSteps, PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.cost.running import EngineCost
 from sameseed.cost.said import SaidTokens
 from sameseed.engine.build import models_of
@@ -25,7 +25,7 @@ from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.paper import sheet
 from sameseed.quantize._run import QuantizePlan, quantize
-from sameseed.request import SamplingParams, SpecMetrics
+from sameseed.request import SamplingParams
 from sameseed.scheme import QuantScheme
 
 COST = RoundCost(Curve([(1, 1.0), (3, 2.0)], 64, per_token=0.01, per_row=0.001), (), Gap(0.1, 0.2))
@@ -56,6 +56,18 @@ def test_what_a_round_brings_by_hand():
     assert none.speedup == 1.0 and none.seconds == none.plain == pytest.approx(2.5 + 0.1)
 
 
+def test_rounds_that_find_no_draft_cost_their_own_passes():
+    """Where half of the rounds draft four rows, a pass takes the mean of both times, not the time of three rows."""
+    bent = RoundCost(Curve([(1, 1.0), (3, 1.0), (5, 2.0), (10, 7.0)]))
+
+    class Lookup:
+        def drafted(self, k):
+            return Drafted(1.0, (0.5, 0.0, 0.0, 0.0, 0.5), ((0.5, 4.0),))
+
+    assert expected(bent, Lookup(), 4, 1).target == pytest.approx((1.0 + 2.0) / 2)
+    assert expected(bent, Lookup(), 4, 2).target == pytest.approx((1.0 + 2 * 3.0 + 7.0) / 4), "2, 6, 6 and 10 rows"
+
+
 def test_the_best_length_by_batch():
     flat = RoundCost(Curve([(1, 1.0), (8, 1.1), (16, 2.6)]), (ModelSteps(Curve([(1, 0.05), (8, 0.06)])),))
     rates, ks = PlaceRates((0.7,)), range(1, 9)
@@ -76,7 +88,7 @@ def test_costs_of_a_running_engine():
     engine.gap.drafted.coefficients[:], engine.gap.drafted.seen = (0.32, 0.02), 1
     cost = engine.whole
     assert cost.draft(2, 1, 512, 1.0) == pytest.approx(0.1 + 2 * (0.25 + 0.2))
-    assert cost.gap(2, True) == pytest.approx(0.36) and cost.gap(2, False) == pytest.approx(0.32)
+    assert cost.gap.at(2, True) == pytest.approx(0.36) and cost.gap.at(2, False) == pytest.approx(0.32)
     assert cost.prompt(3, drafted=True) - cost.prompt(3) == pytest.approx(1.5)
 
 
@@ -96,7 +108,7 @@ def test_costs_of_a_profile_and_of_another_engine():
     with pytest.raises(ConfigError, match="profiled"):
         profile.cost("w8a8")
     passes = tuple(EnginePass(b, b * n, 10 + b * n * 0.1) for b in (1, 16) for n in (1, 5, 9))
-    other = EngineCosts("vllm", passes).cost()
+    other = RoundCost(EngineCosts("vllm", passes))
     assert other.target(3, 1) == pytest.approx(0.0103) and other.target(80, 16) == pytest.approx(0.018)
 
 
@@ -108,25 +120,24 @@ def test_a_machine_whose_costs_are_known(batch, known, at_once):
     target = Curve([(1, 0.010), (32, 0.041)], 64, per_token=1e-6)
     draft = Curve([(1, 0.001), (8, 0.001)]) if not at_once else Curve([(1, 0.001), (64, 0.00352)])
     rng, k, context = random.Random(0), 4, 200.0
-    metrics, plain = SpecMetrics(), SpecMetrics()
-    seconds = drafting = 0.0
+    rounds, accepted, seconds, drafting = 0, 0, 0.0, 0.0
     steps = 200
     extra = batch * 136 * 1e-6
     for _ in range(steps):
         decided = 0
         for _ in range(batch):
             right = next((i for i in range(k) if rng.random() > 0.8), k)
-            metrics.update(k, right)
+            rounds, accepted = rounds + 1, accepted + right
             decided += right + 1
         took = draft.at(decided + batch * (k - 1)) if at_once else k * draft.at(1)
         drafting += took
-        seconds += target.at(batch * (k + 1)) + extra + 0.0005 + took
-    plain_steps = (tokens := metrics.num_rounds + metrics.num_accepted_tokens) // batch
-    for _ in range(plain_steps * batch):
-        plain.update(0, 0)
+        seconds += target.at(batch * (k + 1)) + extra + 0.0008 + took
+    plain_steps = (tokens := rounds + accepted) // batch
     alone = plain_steps * (target.at(batch) + extra + 0.0005)
-    before = RunCounts(plain, plain_steps, plain_steps * batch, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
-    after = RunCounts(metrics, steps, steps * batch, seconds + 0.1, 0.1, drafting, 9.0, context)
+    plain = (plain_steps * batch,)
+    before = RunCounts(plain, 0, plain_steps, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
+    drafted = (*[0] * k, rounds)
+    after = RunCounts(drafted, accepted, steps, seconds + 0.1, 0.1, drafting, steps * 0.0008, context)
     found = predict(after, before, target, draft if known else None, at_once)
     if known:  # then the draft model's passes over the prompts are counted, too
         read = replace(after, prompts=(100,) * batch, seconds=after.seconds + batch * draft.at(100))
@@ -135,8 +146,8 @@ def test_a_machine_whose_costs_are_known(batch, known, at_once):
     assert abs(found.error) < 0.01 and abs(found.decode_error) < 0.01
     assert found.decode_speedup == pytest.approx(alone / seconds, rel=0.01)
     assert found.draft_cost == ("curve" if known else "run")
-    assert found.tokens_per_round == pytest.approx(tokens / metrics.num_rounds)
-    assert found.as_dict()["rows_per_round"] == pytest.approx(batch * (k + 1))
+    assert found.tokens_per_round == pytest.approx(tokens / rounds)
+    assert found.rows_per_round == pytest.approx(batch * (k + 1))
 
 
 TARGET, AUTO, TARGET_FORMAT = resolve_model("embedded-target"), QuantScheme(), QuantScheme.parse("w8a8")

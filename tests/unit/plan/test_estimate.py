@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sameseed import cli, ops
+from sameseed.cost.curve import ENGINE_SCHEMA
 from sameseed.cost.round import ModelSteps
-from sameseed.cost.tables import ENGINE_SCHEMA
 from sameseed.errors import ConfigError, ModelLoadError, RegistryError, SameseedError, VocabularyError
 from sameseed.measure.costs import Profile
 from sameseed.models.loader import load_model, resolve_model
