@@ -30,10 +30,8 @@ def contestant(cls: type[Contestant], spec: SpecConfig) -> Contestant:
     value = 1.0 + 0.1 * spec.num_draft_tokens if spec.method != "none" else 1.0
     speeds = dict.fromkeys((1, 4), value)
     rounds: Any = {b: SimpleNamespace(tokens=1.0 + spec.num_draft_tokens / 2) for b in (1, 4)}
-    params = SamplingParams(max_tokens=8)
-    jobs = [((i,), params) for i in range(len(PROMPTS))]
     none: Any = SimpleNamespace
-    return cls(Setting("auto", "auto", spec), none, jobs, speeds, rounds)
+    return cls(Setting("auto", "auto", spec), none, [none] * len(PROMPTS), speeds, rounds)
 
 
 def test_regret_is_what_the_choice_lacks_of_the_best() -> None:

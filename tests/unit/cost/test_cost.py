@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from lawkit import MODEL_VOCAB, SAMPLED, make_engine
@@ -59,13 +60,9 @@ def test_what_a_round_brings_by_hand():
 def test_rounds_that_find_no_draft_cost_their_own_passes():
     """Where half of the rounds draft four rows, a pass takes the mean of both times, not the time of three rows."""
     bent = RoundCost(Curve([(1, 1.0), (3, 1.0), (5, 2.0), (10, 7.0)]))
-
-    class Lookup:
-        def drafted(self, k):
-            return Drafted(1.0, (0.5, 0.0, 0.0, 0.0, 0.5), ((0.5, 4.0),))
-
-    assert expected(bent, Lookup(), 4, 1).target == pytest.approx((1.0 + 2.0) / 2)
-    assert expected(bent, Lookup(), 4, 2).target == pytest.approx((1.0 + 2 * 3.0 + 7.0) / 4), "2, 6, 6 and 10 rows"
+    lookup = SimpleNamespace(drafted=lambda k: Drafted(1.0, (0.5, 0.0, 0.0, 0.0, 0.5), ((0.5, 4.0),)))
+    assert expected(bent, lookup, 4, 1).target == pytest.approx((1.0 + 2.0) / 2)
+    assert expected(bent, lookup, 4, 2).target == pytest.approx((1.0 + 2 * 3.0 + 7.0) / 4), "2, 6, 6 and 10 rows"
 
 
 def test_the_best_length_by_batch():
@@ -119,25 +116,22 @@ def test_a_machine_whose_costs_are_known(batch, known, at_once):
     """Simulate rounds that take exactly the time of the curves: the prediction must match."""
     target = Curve([(1, 0.010), (32, 0.041)], 64, per_token=1e-6)
     draft = Curve([(1, 0.001), (8, 0.001)]) if not at_once else Curve([(1, 0.001), (64, 0.00352)])
-    rng, k, context = random.Random(0), 4, 200.0
-    rounds, accepted, seconds, drafting = 0, 0, 0.0, 0.0
-    steps = 200
+    rng, k, context, steps = random.Random(0), 4, 200.0, 200
+    rounds, accepted, seconds, drafting = steps * batch, 0, 0.0, 0.0
     extra = batch * 136 * 1e-6
     for _ in range(steps):
         decided = 0
         for _ in range(batch):
             right = next((i for i in range(k) if rng.random() > 0.8), k)
-            rounds, accepted = rounds + 1, accepted + right
+            accepted += right
             decided += right + 1
         took = draft.at(decided + batch * (k - 1)) if at_once else k * draft.at(1)
         drafting += took
         seconds += target.at(batch * (k + 1)) + extra + 0.0008 + took
     plain_steps = (tokens := rounds + accepted) // batch
     alone = plain_steps * (target.at(batch) + extra + 0.0005)
-    plain = (plain_steps * batch,)
-    before = RunCounts(plain, 0, plain_steps, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
-    drafted = (*[0] * k, rounds)
-    after = RunCounts(drafted, accepted, steps, seconds + 0.1, 0.1, drafting, steps * 0.0008, context)
+    before = RunCounts((plain_steps * batch,), 0, plain_steps, alone + 0.1, 0.1, 0.0, plain_steps * 0.0005, context)
+    after = RunCounts((*[0] * k, rounds), accepted, steps, seconds + 0.1, 0.1, drafting, steps * 0.0008, context)
     found = predict(after, before, target, draft if known else None, at_once)
     if known:  # then the draft model's passes over the prompts are counted, too
         read = replace(after, prompts=(100,) * batch, seconds=after.seconds + batch * draft.at(100))

@@ -27,7 +27,6 @@ ROWS, MS, DRAFT_MS = (1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80),
 
 
 def known(rows=ROWS, ms=MS, draft_ms=DRAFT_MS, start=0.0, gap=0.0):
-    """Costs of rounds, from milliseconds."""
     target, draft = (Curve([(m, x / 1e3) for m, x in zip(rows, each, strict=True)]) for each in (ms, draft_ms))
     return RoundCost(target, (ModelSteps(draft, start=start),), Gap(gap, gap))
 
