@@ -17,6 +17,7 @@ def instructions(name):
     """Compute with one instruction set in this context; the previous one is restored afterwards."""
     before = _native.isa()
     _native.set_isa(name)
+    print(name)  # what a failing test printed last is the set that failed
     try:
         yield
     finally:
@@ -33,4 +34,3 @@ def here(name):
 
 
 ISAS = [name for name in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx") if here(name)]
-every_isa = pytest.mark.parametrize("isa", ISAS)

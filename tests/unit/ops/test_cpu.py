@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures_cpu import ISAS, every_isa, instructions
+from fixtures_cpu import ISAS, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
@@ -23,10 +23,9 @@ from sameseed.scheme import QuantScheme, QuantTensor
 EPS = 2.0**-24  # half a unit in the last place of 1: the error of one rounding
 
 
-@every_isa
 @given(T=st.integers(0, 5), width=st.integers(1, 70), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_small_ops_agree_with_the_portable_ones(isa, T, width, seed):
+def test_small_ops_agree_with_the_portable_ones(T, width, seed):
     x, weight = 5 * randn(T, 2 * width, seed=seed), randn(2 * width, seed=1)
     table, positions = rope_table(RopeConfig(), 2 * width, T + 1), torch.arange(T, dtype=torch.int32)
 
@@ -34,32 +33,33 @@ def test_small_ops_agree_with_the_portable_ones(isa, T, width, seed):
         normed = cpu.rms_norm(x, weight, 1e-6)
         return [normed, cpu.silu_mul(x), cpu.rope(x[:, None], positions, table)]
 
-    with instructions(isa):
-        got = results()
     with instructions("portable"):
-        assert all(a.equal(b) for a, b in zip(got, results(), strict=True))
+        wanted = results()
+    for isa in ISAS:
+        with instructions(isa):
+            assert all(a.equal(b) for a, b in zip(results(), wanted, strict=True))
 
 
-@every_isa
-def test_exponential_errs_by_few_units(isa):
+def test_exponential_errs_by_few_units():
     """silu(x) = x / (1 + exp(-x)) is about x exp(x) for large negative x, so its error there is the exponential's."""
     x = torch.cat([torch.linspace(-86, 88, 1 << 16), torch.logspace(-30, 1.9, 999), -torch.logspace(-30, 1.9, 999)])
-    with instructions(isa):
-        got = cpu.silu_mul(torch.stack([x, torch.ones_like(x)], dim=1)).double()[:, 0]
-        ends = torch.tensor([[float("nan"), float("inf"), -200.0, -3.4e38, 3.4e38, 1, 1, 1, 1, 1]])
-        tails = cpu.silu_mul(ends)[0]
     exact = x.double() / (1 + (-x.double()).exp())
-    assert ((got - exact).abs() / exact.abs()).max() < 6 * EPS
-    assert tails[0].isnan() and tails[1:].tolist() == [float("inf"), 0.0, 0.0, ends[0, 4].item()]
+    ends = torch.tensor([[float("nan"), float("inf"), -200.0, -3.4e38, 3.4e38, 1, 1, 1, 1, 1]])
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.silu_mul(torch.stack([x, torch.ones_like(x)], dim=1)).double()[:, 0]
+            tails = cpu.silu_mul(ends)[0]
+        assert ((got - exact).abs() / exact.abs()).max() < 6 * EPS
+        assert tails[0].isnan() and tails[1:].tolist() == [float("inf"), 0.0, 0.0, ends[0, 4].item()]
 
 
-@every_isa
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_every_code_is_read_as_torch_reads_it(isa, name):
+def test_every_code_is_read_as_torch_reads_it(name):
     codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(_native_rows.DTYPES[name]).view(256, 256)
-    with instructions(isa):
-        got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
-    torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
+        torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def ask(isa):
@@ -110,14 +110,19 @@ KINDS = [("int8", True), ("int4", True), ("int4", False), ("int8n", True)]
 
 
 def check(weight, quant):
-    got, wanted = cpu.encode(weight, quant), cpu.pack(quant.encode(weight))
+    wanted = cpu.pack(quant.encode(weight))
+    for isa in ISAS:
+        with instructions(isa):
+            hold(cpu.encode(weight, quant), wanted)
+
+
+def hold(got, wanted):
     assert (got.format, got.shape, got.activations, got.layout) == (wanted.format, wanted.shape, "int8", "cpu")
     assert got.parts.keys() == wanted.parts.keys()
     for name, part in wanted.parts.items():
         torch.testing.assert_close(got.parts[name], part, rtol=0, atol=0, equal_nan=True)
 
 
-@every_isa
 @given(
     kind=st.sampled_from(KINDS),
     O=st.integers(1, 70),
@@ -127,12 +132,11 @@ def check(weight, quant):
     size=st.sampled_from([1e-37, 2.0**-100, 1e-4, 1.0, 1e4]),
 )
 @settings(max_examples=60)
-def test_one_pass_gives_the_bits_of_encode_then_pack(isa, kind, O, group, width, dtype, size):  # noqa: E741
+def test_one_pass_gives_the_bits_of_encode_then_pack(kind, O, group, width, dtype, size):  # noqa: E741
     """In half precision many values lie half-way between two codes; both ways must round them alike."""
     weight = (randn(O, width * (group or 17), seed=O) * size).to(dtype)
     weight[0] = 0
-    with instructions(isa):
-        check(weight, QuantScheme(kind[0], group, kind[1], "int8"))
+    check(weight, QuantScheme(kind[0], group, kind[1], "int8"))
 
 
 @pytest.mark.parametrize(("name", "symmetric"), KINDS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_cpu import every_isa, instructions
+from fixtures_cpu import ISAS, instructions
 from fixtures_kv import FP8, KV_FORMATS, LARGEST, kv_oracle
 from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, passes, randn, threads
 from hypothesis import given, settings, strategies as st
@@ -39,22 +39,24 @@ def near(got, p, scale, window=None):
     return bool((got.double() - exact_attention(p, scale, window)).abs().max() <= tolerance * largest)
 
 
-@every_isa
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
-def test_stored_numbers_round_to_nearest_even(isa, name):
+def test_stored_numbers_round_to_nearest_even(name):
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 11, 2, 21), generator=torch.Generator().manual_seed(0))
     halves = torch.arange(1 << 11).reshape(-1, 2, 1) * 4096 + torch.tensor([0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000])
     x = torch.cat([bits.flatten(), (halves << 3).flatten()]).to(torch.int32).view(torch.float32)
     x = torch.cat([x, x.new_tensor([65519.0, 65520.0, 2.0**-24, 2.0**-25, 0.0, -0.0])])
     x = torch.cat([x, x.new_zeros(-len(x) % 42)]).view(-1, 2, 21)
     layer = empty_layer(name, len(x), 1, 2, 21)
-    with instructions(isa):
-        cpu.store_kv(x, x.flip(0), layer, torch.arange(len(x), dtype=torch.int32))
-        codes = QuantTensor(name, (len(x), 42), {"weight": flat(layer)[0].view(len(x), 42)})
-        read = cpu.embedding(torch.arange(len(x), dtype=torch.int32), codes)
-    for got, wanted in ((flat(layer)[0], x), (flat(layer)[1], x.flip(0))):
-        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(read, flat(layer)[0].float().view(len(x), 42), rtol=0, atol=0, equal_nan=True)
+    for isa in ISAS:
+        with instructions(isa):
+            cpu.store_kv(x, x.flip(0), layer, torch.arange(len(x), dtype=torch.int32))
+            codes = QuantTensor(name, (len(x), 42), {"weight": flat(layer)[0].view(len(x), 42)})
+            read = cpu.embedding(torch.arange(len(x), dtype=torch.int32), codes)
+        for got, wanted in ((flat(layer)[0], x), (flat(layer)[1], x.flip(0))):
+            torch.testing.assert_close(got, wanted.to(got.dtype), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(read, flat(layer)[0].float().view(len(x), 42), rtol=0, atol=0, equal_nan=True)
+        for rows in flat(layer):
+            rows.fill_(torch.nan)
 
 
 def stored(name, x):
@@ -66,13 +68,18 @@ def stored(name, x):
 
 
 def check_stored(name, x):
-    got, fmt = stored(name, x), kv_oracle(name)
-    wanted = [*zip(fmt.encode_kv(x), fmt.encode_kv(x.flip(0)), strict=True)]
-    for mine, theirs in zip(got, [t for pair in wanted for t in pair if t is not None], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    """Check what each instruction set stores; returns its codes and scales."""
+    fmt = kv_oracle(name)
+    pairs = zip(fmt.encode_kv(x), fmt.encode_kv(x.flip(0)), strict=True)
+    wanted = [t for pair in pairs for t in pair if t is not None]
+    for isa in ISAS:
+        with instructions(isa):
+            got = stored(name, x)
+        for mine, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    return wanted
 
 
-@every_isa
 @every_scaled_format
 @given(
     T=st.integers(1, 9),
@@ -82,14 +89,12 @@ def check_stored(name, x):
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40)
-def test_codes_and_scales_are_those_of_the_format(isa, name, T, heads, dim, size, seed):
-    with instructions(isa):
-        check_stored(name, randn(T, heads, dim, seed=seed) * 10.0**size)
+def test_codes_and_scales_are_those_of_the_format(name, T, heads, dim, size, seed):
+    check_stored(name, randn(T, heads, dim, seed=seed) * 10.0**size)
 
 
-@every_isa
 @every_scaled_format
-def test_every_step_of_a_code_rounds_to_nearest_even(isa, name):
+def test_every_step_of_a_code_rounds_to_nearest_even(name):
     """Points are all codes' values, the middles between neighbours (ties), and the floats next to these; both signs."""
     codes = torch.arange(256, dtype=torch.uint8)
     plain = codes.view(FP8[name]).float() if name in FP8 else codes.view(torch.int8).float()
@@ -100,13 +105,11 @@ def test_every_step_of_a_code_rounds_to_nearest_even(isa, name):
     points = points.clamp(-LARGEST[name], LARGEST[name])
     rows = torch.full((len(points), 1, 2), LARGEST[name])  # the scale is 1: points are codes
     rows[:, 0, 1] = points
-    with instructions(isa):
-        check_stored(name, rows)
+    check_stored(name, rows)
 
 
-@every_isa
 @every_scaled_format
-def test_extreme_rows(isa, name):
+def test_extreme_rows(name):
     """Zeros, denormals, the smallest and largest floats, NaN and infinity: a bad value spoils only its row and head."""
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
     rows = torch.tensor(
@@ -117,17 +120,14 @@ def test_extreme_rows(isa, name):
     x = torch.stack([x, torch.ones_like(x)], dim=1)  # [T, 2, 2]: a plain head beside each
     x = torch.cat([x, randn(len(x), 2, 19)], dim=2)
     x[:3, 0, 2:] = 0.0
-    with instructions(isa):
-        check_stored(name, x)
-        codes, _, scales, _ = stored(name, x)
+    codes, _, scales, _ = check_stored(name, x)
     assert scales[6:, 0].isnan().all() and (codes[6:, 0] == 0).all()
     assert scales[:, 1].isfinite().all() and scales[:6, 0].isfinite().all()
 
 
-@every_isa
 @pytest.mark.parametrize("name", FOUR_BITS)
 @pytest.mark.parametrize("dim", [2, 6, 32, 48, 64, 80, 128, 320, 512])
-def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
+def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim):
     """Noise, outliers, ties, zeros, tiny, huge and constant rows, NaN and infinity."""
     x = randn(12, 2, dim)
     x[1, 0, dim // 2] = 1e4
@@ -140,19 +140,19 @@ def test_rows_of_four_bits_are_stored_as_the_format_says(name, dim, isa):
     x[8, 0, -1] = torch.inf
     x[9] = -x[9].abs()
     x[10] = x[10].abs() + 100
-    with instructions(isa):
-        got = stored(name, x)
-    for i, rows in enumerate((x, x.flip(0))):
-        codes, scales = kv_oracle(name).encode_kv(rows)
-        torch.testing.assert_close(got[2 + i], scales, rtol=0, atol=0, equal_nan=True)
-        sound = ~scales.isnan()  # bytes of a row with a NaN scale are arbitrary
-        assert got[i][sound].equal(codes[sound])
+    wanted = [kv_oracle(name).encode_kv(rows) for rows in (x, x.flip(0))]
+    for isa in ISAS:
+        with instructions(isa):
+            got = stored(name, x)
+        for i, (codes, scales) in enumerate(wanted):
+            torch.testing.assert_close(got[2 + i], scales, rtol=0, atol=0, equal_nan=True)
+            sound = ~scales.isnan()  # bytes of a row with a NaN scale are arbitrary
+            assert got[i][sound].equal(codes[sound])
 
 
-@every_isa
 @pytest.mark.parametrize("name", [*sorted(FP8), "int8", "bf16", "fp16"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
+def test_every_code_is_read_as_torch_reads_it(name, queries):
     """With one key, its weight is 1 and the result is the decoded value."""
     dtype = kv_oracle(name).kv_dtype
     codes = torch.arange(256, dtype=torch.uint8)
@@ -162,17 +162,17 @@ def test_every_code_is_read_as_torch_reads_it(isa, name, queries):
     ones = torch.ones(codes.shape[:3]) if name in LARGEST else None
     layer = KVLayer(name, torch.zeros_like(codes), codes, ones, ones)
     exact = kv_oracle(name).decode_kv(codes.view(-1, 32), torch.ones(len(codes)))
-    parts = [Rows([0], 0, [], [], [b], True) for b in range(len(codes))]
-    with instructions(isa):
-        got = cpu.attention(torch.ones(len(codes), queries, 32), layer, build_batch(parts, 1), 1.0)
-    for h in range(queries):
-        torch.testing.assert_close(got[:, h], exact, rtol=0, atol=0, equal_nan=True)
+    batch = build_batch([Rows([0], 0, [], [], [b], True) for b in range(len(codes))], 1)
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.attention(torch.ones(len(codes), queries, 32), layer, batch, 1.0)
+        for h in range(queries):
+            torch.testing.assert_close(got[:, h], exact, rtol=0, atol=0, equal_nan=True)
 
 
-@every_isa
 @pytest.mark.parametrize("name", sorted(LARGEST))
 @pytest.mark.parametrize("queries", [1, 5])
-def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
+def test_every_key_code_is_read_as_torch_reads_it(name, queries):
     """With two keys, one of them zero, the other's share is the logistic function of its score."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_oracle(name).kv_dtype)
     exact = kv_oracle(name).decode_kv(codes[:, None], torch.ones(256))[:, 0].double()
@@ -185,43 +185,46 @@ def test_every_key_code_is_read_as_torch_reads_it(isa, name, queries):
     layer = KVLayer(
         name, keys, value_codes.view(256, 2, 1, 17), torch.full((256, 2, 1), scale), value_scales.view(256, 2, 1)
     )
-    parts = [Rows([0], 1, [], [], [b], True) for b in range(256)]
-    with instructions(isa):
-        got = cpu.attention(torch.ones(256, queries, 17), layer, build_batch(parts, 2), 1.0)
+    batch = build_batch([Rows([0], 1, [], [], [b], True) for b in range(256)], 2)
     share = torch.where(exact == torch.inf, torch.nan, (exact * scale).sigmoid())  # infinity minus infinity
     wanted = share[:, None, None].expand(256, queries, 17)
-    torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=0, equal_nan=True)
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.attention(torch.ones(256, queries, 17), layer, batch, 1.0)
+        torch.testing.assert_close(got.double(), wanted, rtol=3e-6, atol=0, equal_nan=True)
 
 
-def hold_rows(isa, p, window):
-    """A row's bits must be the same if it is alone, with two threads, and on the portable set."""
+def hold_rows(p, window, more_threads=2):
+    """A row's bits must be the same alone, with more threads, and on every instruction set."""
     scale = p.q.shape[2] ** -0.5
-    with instructions(isa):
-        got = cpu.attention(p.q, p.layer, p.batch, scale, window)
-        assert near(got, p, scale, window)
-        for b, part in enumerate(p.parts):
-            count = part.pending + len(part.parents)
-            for row in {(7 * b + 3) % count, count - 1}:
-                single = alone(p, b, row, 3)
-                lonely = cpu.attention(single.q, single.layer, single.batch, scale, window)
-                assert lonely[0].equal(got[int(p.batch.row_offsets[b]) + row])
-        with threads(2):
-            assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+
+    def attend(x):
+        return cpu.attention(x.q, x.layer, x.batch, scale, window)
+
     with instructions("portable"):
-        assert cpu.attention(p.q, p.layer, p.batch, scale, window).equal(got)
+        wanted = attend(p)
+    assert near(wanted, p, scale, window)
+    singles = []  # rows and each as the only one of a pass
+    for b, part in enumerate(p.parts):
+        count = part.pending + len(part.parents)
+        singles += [(int(p.batch.row_offsets[b]) + i, alone(p, b, i, 3)) for i in {(7 * b + 3) % count, count - 1}]
+    for isa in ISAS:
+        with instructions(isa):
+            assert attend(p).equal(wanted)
+            assert all(attend(single)[0].equal(wanted[row]) for row, single in singles)
+            with threads(more_threads):
+                assert attend(p).equal(wanted)
 
 
-@every_isa
 @given(drawn=passes([*KV_FORMATS, *ROUNDED], DIMS, FOUR_BITS))
 @settings(max_examples=100, deadline=None)
-def test_attention_is_right_and_its_bits_belong_to_the_row(isa, drawn):
-    hold_rows(isa, *drawn)
+def test_attention_is_right_and_its_bits_belong_to_the_row(drawn):
+    hold_rows(*drawn)
 
 
-@every_isa
 @every_kv_format
 @pytest.mark.parametrize("window", [None, 1200])
-def test_the_order_of_a_walk_leaves_no_trace(isa, name, window):
+def test_the_order_of_a_walk_leaves_no_trace(name, window):
     """Long sequences, whose keys are read in different orders.
 
     One or two threads read a block of keys for all heads, then the next block; sixteen threads take each head's keys
@@ -230,47 +233,48 @@ def test_the_order_of_a_walk_leaves_no_trace(isa, name, window):
     """
     parts = [Part(2300, 1), Part(1500, 1, [-1, 0, 1]), Part(1030, 2, [-1, -1, 0, 0, 3, 1]), Part(1100, 40), Part(3, 1)]
     p = make_pass(parts, name, heads=4, kv_heads=2, dim=32, block_size=16)
-    hold_rows(isa, p, window)
-    with instructions(isa):
-        one = cpu.attention(p.q, p.layer, p.batch, 0.2, window)
-        with threads(16):
-            assert cpu.attention(p.q, p.layer, p.batch, 0.2, window).equal(one)
+    hold_rows(p, window, more_threads=16)
 
 
-@every_isa
 @every_kv_format
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("parents", [[], [-1, 0, 0, 2]])
 @pytest.mark.parametrize("slot", [9, 14])
-def test_what_a_row_does_not_see_cannot_touch_it(isa, name, broken, parents, slot):
+def test_what_a_row_does_not_see_cannot_touch_it(name, broken, parents, slot):
     """Rows of a chunk share tiles and pairs of keys; a NaN or infinity must not change the rows before it.
 
     The same holds for a query: a bad value spoils only its own row and head.
     """
     p = make_pass([Part(3, 1 if parents else 12, parents)], name, heads=8, block_size=16)
     first = min(slot - 3, len(p.batch.slots) - 1)
-    with instructions(isa):
-        clean = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        for rows in flat(p.layer):
-            if rows.is_floating_point():
-                rows[int(p.batch.slots[first])] = broken
-        got = cpu.attention(p.q, p.layer, p.batch, 0.3)
-        p.q[first, 2, 0] = broken
-        worse = cpu.attention(p.q, p.layer, p.batch, 0.3)
-    assert got[:first].equal(clean[:first]) and not got[first].isfinite().any()
-    assert worse[:first].equal(clean[:first]) and not worse[first, 2].isfinite().any()
+
+    def on_every_isa():
+        for isa in ISAS:
+            with instructions(isa):
+                found = cpu.attention(p.q, p.layer, p.batch, 0.3)
+            yield found
+
+    clean = list(on_every_isa())
+    for rows in flat(p.layer):
+        if rows.is_floating_point():
+            rows[int(p.batch.slots[first])] = broken
+    for got, wanted in zip(on_every_isa(), clean, strict=True):
+        assert got[:first].equal(wanted[:first]) and not got[first].isfinite().any()
+    p.q[first, 2, 0] = broken
+    for worse, wanted in zip(on_every_isa(), clean, strict=True):
+        assert worse[:first].equal(wanted[:first]) and not worse[first, 2].isfinite().any()
 
 
-@every_isa
-def test_the_largest_sums_fit(isa):
+def test_the_largest_sums_fit():
     """All codes are 127 and all weights equal: sums of 256 times 32767 times 127, and 512 times 127 times 127."""
     p = make_pass([Part(300, 1)], "int8_a8", heads=2, kv_heads=1, dim=512, block_size=16)
     for codes in flat(p.layer)[:2]:
         codes.fill_(127)
     for scales in flat(p.layer)[2:]:
         scales.fill_(1.0)
-    with instructions(isa):
-        assert cpu.attention(p.q.fill_(-3.0), p.layer, p.batch, 1.0).sub(127).abs().max() < 1e-4
+    for isa in ISAS:
+        with instructions(isa):
+            assert cpu.attention(p.q.fill_(-3.0), p.layer, p.batch, 1.0).sub(127).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fixtures_cpu import every_isa, instructions
+from fixtures_cpu import ISAS, instructions
 from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
@@ -159,7 +159,6 @@ def weights(draw):
     return kind, weight(kind, O, K, group, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 999)))
 
 
-@every_isa
 @given(
     drawn=weights(),
     T=st.integers(0, 40),
@@ -168,24 +167,24 @@ def weights(draw):
     power=st.sampled_from([0, 0, -60, -100, -126, 60]),
 )
 @settings(max_examples=150, deadline=None)
-def test_products_are_right_and_their_bits_belong_to_the_row(isa, drawn, T, shift, added, power):
+def test_products_are_right_and_their_bits_belong_to_the_row(drawn, T, shift, added, power):
     """Values near both ends of float32's range too, in rows that are slices of wider ones."""
     kind, w = drawn
     O, K = w.shape  # noqa: E741
     x = (randn(T, K + 3, seed=K) * 2.0**power)[:, shift : shift + K]
     bias, residual = (randn(O, seed=1), randn(T, O, seed=2)) if added else (None, None)
     stored = packed(w)
-    with instructions(isa):
-        got = cpu.product(plain_rows(x), stored, bias, residual)
-        for t in {0, T // 2, T - 1} & set(range(T)):
-            row = None if residual is None else residual[t : t + 1]
-            assert cpu.product(plain_rows(x[t : t + 1].clone()), stored, bias, row).equal(got[t : t + 1])
-    hold(kind, got, x, w, bias, residual)
     with instructions("portable"):
-        assert cpu.product(plain_rows(x), stored, bias, residual).equal(got)
+        wanted = cpu.product(plain_rows(x), stored, bias, residual)
+    hold(kind, wanted, x, w, bias, residual)
+    for isa in ISAS:
+        with instructions(isa):
+            assert cpu.product(plain_rows(x), stored, bias, residual).equal(wanted)
+            for t in {0, T // 2, T - 1} & set(range(T)):
+                row = None if residual is None else residual[t : t + 1]
+                assert cpu.product(plain_rows(x[t : t + 1].clone()), stored, bias, row).equal(wanted[t : t + 1])
 
 
-@every_isa
 @pytest.mark.parametrize(
     ("kind", "K", "G"),
     [
@@ -196,28 +195,28 @@ def test_products_are_right_and_their_bits_belong_to_the_row(isa, drawn, T, shif
         *((f"{name}/int8", 1536, 256) for name in LLAMA_CPP),
     ],
 )  # fmt: skip
-def test_bits_belong_to_the_row(isa, kind, K, G):
+def test_bits_belong_to_the_row(kind, K, G):
     """A row has the same bits alone, in tiles of any height, in panels of decoded or shared weights, and on threads."""
     w, x = packed(weight(kind, 161, K, G)), randn(300, K, seed=3)
     with instructions("portable"):
         wanted = torch.cat([cpu.product(plain_rows(x[t : t + 1]), w) for t in range(41)])
-    with instructions(isa):
-        whole = cpu.product(plain_rows(x), w)
-        assert whole[:41].equal(wanted)
-        for count in range(1, 42):
-            assert cpu.product(plain_rows(x[:count].clone()), w).equal(wanted[:count])
-        with threads(2):
-            assert cpu.product(plain_rows(x), w).equal(whole)
-            assert cpu.product(plain_rows(x[:7]), w).equal(whole[:7])
+    for isa in ISAS:
+        with instructions(isa):
+            whole = cpu.product(plain_rows(x), w)
+            assert whole[:41].equal(wanted)
+            for count in range(1, 42):
+                assert cpu.product(plain_rows(x[:count].clone()), w).equal(wanted[:count])
+            with threads(2):
+                assert cpu.product(plain_rows(x), w).equal(whole)
+                assert cpu.product(plain_rows(x[:7]), w).equal(whole[:7])
 
 
 TINY = [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-130, 1e-20, 1.0, -1.0, 1e30, -1e30]
 EXTREMES = [*TINY, 2.0**-101, 2.0**-100, 126.5, 127.5, 3.4e38, -3.4e38]
 
 
-@every_isa
 @every_kind
-def test_broken_rows_stay_alone(isa, kind):
+def test_broken_rows_stay_alone(kind):
     """A row with one NaN or infinity; its neighbours, denormals and large numbers, have the bits of rows alone."""
     w = weight(kind, 37, 512)
     x = randn(12, 512)
@@ -229,23 +228,23 @@ def test_broken_rows_stay_alone(isa, kind):
     x[5, 17], x[7, 300], x[9, 511] = torch.nan, torch.inf, -torch.inf
     others = [t for t in range(12) if t not in broken]
     stored = packed(w)
-    with instructions(isa):
+    with instructions("portable"):
         whole = cpu.product(plain_rows(x), stored)
-        alone = torch.cat([cpu.product(plain_rows(x[t : t + 1]), stored) for t in range(12)])
-        many = cpu.product(plain_rows(x.repeat(3, 1)), stored)
     hold(kind, whole[others], x[others], w)
-    assert same(whole, alone) and same(many, whole.repeat(3, 1))
     used = scheme.get(w.format).decode(w) != 0 if kind not in INTEGERS else torch.ones(37, 512)
     for t, column in zip(broken, (17, 300, 511)):
         assert not whole[t][used[:, column].bool()].isfinite().any()
-    with instructions("portable"):
-        assert same(cpu.product(plain_rows(x), stored), whole)
+    for isa in ISAS:
+        with instructions(isa):
+            alone = torch.cat([cpu.product(plain_rows(x[t : t + 1]), stored) for t in range(12)])
+            many = cpu.product(plain_rows(x.repeat(3, 1)), stored)
+            assert same(cpu.product(plain_rows(x), stored), whole)
+        assert same(alone, whole) and same(many, whole.repeat(3, 1))
 
 
-@every_isa
 @every_integer
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_largest_sums_are_exact(isa, kind, sign):
+def test_the_largest_sums_are_exact(kind, sign):
     """Codes, steps and minima have full size and one sign, so that saturation or overflow would show."""
     w, x = weight(kind, 40, 4096), sign * torch.ones(3, 4096)
     x[1, ::2] *= -1
@@ -257,55 +256,59 @@ def test_the_largest_sums_are_exact(isa, kind, sign):
         w.parts[part].fill_(-128 if w.format == "q6_k" else 127)
     for code in ends:
         w.parts["high" if "high" in w.parts else "codes"].fill_(code)
-        with instructions(isa):
-            hold(kind, cpu.product(plain_rows(x), packed(w)), x, w)
+        wanted = REFERENCE.product(plain_rows(x), w)
+        for isa in ISAS:
+            with instructions(isa):
+                assert same(cpu.product(plain_rows(x), packed(w)), wanted)
 
 
-@every_isa
 @every_kind
-def test_every_code_is_read_in_its_place(isa, kind):
+def test_every_code_is_read_in_its_place(kind):
     """One column of x at a time is not zero, so each output shows that column's value and nothing else."""
     w = weight(kind, 45, 256)
     for part, fill in (("steps", 1), ("least", 0), ("scales", 1.0)):
         if part in w.parts:
             w.parts[part].fill_(fill)
-    with instructions(isa):
-        got = cpu.product(plain_rows(127 * torch.eye(256)), packed(w))
-    torch.testing.assert_close(got, 127 * scheme.get(w.format).decode(w).T, rtol=0 if kind in INTEGERS else EPS, atol=0)
+    wanted = 127 * scheme.get(w.format).decode(w).T
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.product(plain_rows(127 * torch.eye(256)), packed(w))
+        torch.testing.assert_close(got, wanted, rtol=0 if kind in INTEGERS else EPS, atol=0)
 
 
-@every_isa
 @pytest.mark.parametrize("name", sorted(FLOAT8))
 @pytest.mark.parametrize("T", [1, 3, 30])
-def test_every_float8_is_read_as_torch_reads_it(isa, name, T):
+def test_every_float8_is_read_as_torch_reads_it(name, T):
     codes = torch.arange(256).to(torch.uint8)[:, None]
     exact = codes.view(FLOAT8[name]).float()
     w = cpu.pack(QuantTensor(name, (256, 1), {"codes": codes, "scales": torch.full((256, 1), 0.5)}))
-    with instructions(isa):
-        assert same(cpu.product(plain_rows(torch.ones(T, 1)), w), (exact.T * 0.5).expand(T, 256))
-        assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
+    for isa in ISAS:
+        with instructions(isa):
+            assert same(cpu.product(plain_rows(torch.ones(T, 1)), w), (exact.T * 0.5).expand(T, 256))
+            assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
 
 
-@every_isa
 @every_kind
-def test_sources_are_the_separate_ops(isa, kind):
+def test_sources_are_the_separate_ops(kind):
     w = packed(weight(kind, 50, 256))
     x, norm, rows = randn(15, 512), randn(256, seed=3), torch.tensor([4, 0, 14, 4], dtype=torch.int32)
-    with instructions(isa):
-        assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
-        normed = cpu.rms_norm(x[:, :256], norm, 1e-5)
-        got = cpu.product(normed_rows(x[:, :256], norm, 1e-5, rows), w)
-        assert got.equal(cpu.product(plain_rows(normed[rows.long()]), w))
+    for isa in ISAS:
+        with instructions(isa):
+            assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
+            normed = cpu.rms_norm(x[:, :256], norm, 1e-5)
+            got = cpu.product(normed_rows(x[:, :256], norm, 1e-5, rows), w)
+            assert got.equal(cpu.product(plain_rows(normed[rows.long()]), w))
 
 
-@every_isa
-def test_subnormals_outside_of_the_sums_are_kept(isa):
+def test_subnormals_outside_of_the_sums_are_kept():
     """bf16 rows flush within a sum; bias and residual keep theirs, and so does the next product on this thread."""
     w, tiny = packed(weight(PAIRS, 8, 4)), torch.full((8,), 2.0**-140)
-    with instructions(isa):
-        got = cpu.product(plain_rows(torch.zeros(3, 4)), w, tiny, torch.zeros(3, 8))
-        assert got.equal(tiny.repeat(3, 1))
-        assert cpu.product(plain_rows(torch.full((1, 1), 2.0**-140)), QuantScheme("fp32").encode(torch.ones(1, 1))) > 0
+    one = QuantScheme("fp32").encode(torch.ones(1, 1))
+    for isa in ISAS:
+        with instructions(isa):
+            got = cpu.product(plain_rows(torch.zeros(3, 4)), w, tiny, torch.zeros(3, 8))
+            assert got.equal(tiny.repeat(3, 1))
+            assert cpu.product(plain_rows(torch.full((1, 1), 2.0**-140)), one) > 0
 
 
 def test_the_reference_rounds_bf16_rows_alike():

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_cpu import every_isa, instructions
+from fixtures_cpu import ISAS, instructions
 from fixtures_kv import LARGEST, kv_oracle
 from fixtures_ops import Part, empty_layer, make_pass, randn, threads
 
@@ -91,39 +91,39 @@ def fenced(x):
     return torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
 
 
-@every_isa
 @pytest.mark.parametrize("name", sorted(_native_rows.DTYPES))
 @pytest.mark.parametrize(("T", "O", "K"), [(1, 1, 1), (1, 9, 33), (3, 7, 17), (8, 5, 15), (13, 25, 40)])
-def test_kernels_stay_inside(isa, name, T, O, K):  # noqa: E741
+def test_kernels_stay_inside(name, T, O, K):  # noqa: E741
     dense = scheme.get(name).encode(randn(O, K)).parts["weight"]
     x, w = fenced(randn(T, K)), QuantTensor(name, (O, K), {"weight": fenced(dense)})
     layer = KVLayer(name, fenced(dense.view(O, 1, 1, K)), fenced(dense.view(O, 1, 1, K)), None, None)
     rows = [Rows([0], O - 1, [], [], range(O), True)]
-    with instructions(isa):
-        cpu.product(plain_rows(x), w, fenced(randn(O)))
-        cpu.embedding(torch.tensor([O - 1]), w)
-        cpu.rms_norm(x, fenced(randn(K)), 1e-5)
-        cpu.silu_mul(fenced(randn(T, 2 * K)))
-        cpu.rope(fenced(randn(T, 1, 2 * K)), torch.zeros(T), fenced(randn(1, 2 * K)))
-        cpu.attention(fenced(randn(1, 1, K)), layer, build_batch(rows, 1), 0.3)
-        cpu.store_kv(x[:1, None], x[:1, None], layer, torch.tensor([O - 1]))
+    for isa in ISAS:
+        with instructions(isa):
+            cpu.product(plain_rows(x), w, fenced(randn(O)))
+            cpu.embedding(torch.tensor([O - 1]), w)
+            cpu.rms_norm(x, fenced(randn(K)), 1e-5)
+            cpu.silu_mul(fenced(randn(T, 2 * K)))
+            cpu.rope(fenced(randn(T, 1, 2 * K)), torch.zeros(T), fenced(randn(1, 2 * K)))
+            cpu.attention(fenced(randn(1, 1, K)), layer, build_batch(rows, 1), 0.3)
+            cpu.store_kv(x[:1, None], x[:1, None], layer, torch.tensor([O - 1]))
 
 
-@every_isa
 @pytest.mark.parametrize("name", sorted(LARGEST))
 @pytest.mark.parametrize(
     ("slots", "D", "group"), [(1, 1, 1), (9, 33, 1), (7, 17, 5), (5, 15, 2), (25, 40, 4), (19, 64, 9)]
 )
-def test_scaled_caches_are_not_left(isa, name, slots, D, group):
+def test_scaled_caches_are_not_left(name, slots, D, group):
     codes, scales = (fenced(t) for t in kv_oracle(name).encode_kv(randn(slots, 1, D)) if t is not None)
     layer = KVLayer(
         name, *(codes.view(slots, 1, 1, D) for _ in range(2)), *(scales.view(slots, 1, 1) for _ in range(2))
     )
     for pending in {1, min(slots, 3), slots}:
         batch = build_batch([Rows([0] * pending, slots - pending, [], [], range(slots), True)], 1)
-        with instructions(isa):
-            cpu.attention(fenced(randn(pending, group, D)), layer, batch, 0.3)
-            cpu.store_kv(*(fenced(randn(1, 1, D)) for _ in range(2)), layer, torch.tensor([slots - 1]))
+        for isa in ISAS:
+            with instructions(isa):
+                cpu.attention(fenced(randn(pending, group, D)), layer, batch, 0.3)
+                cpu.store_kv(*(fenced(randn(1, 1, D)) for _ in range(2)), layer, torch.tensor([slots - 1]))
 
 
 def test_indices_outside_are_refused():
