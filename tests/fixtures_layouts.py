@@ -1,12 +1,13 @@
 """A tiny model in the layouts of other tools, written bit by bit from their documentation, and the values they mean."""
 
 import json
+from contextlib import contextmanager
 
 import torch
-from fixtures_models import BASE, random_tensors, write_config
-from safetensors.torch import save_file
+from fixtures_models import BASE, random_tensors, write_config, write_tensors
 from torch import Tensor
 
+from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
@@ -33,15 +34,23 @@ def write_layout(folder, writer, config, which=is_linear):
         else:
             stored[name] = value
     write_config(folder, {**RAW, **({} if config is None else {"quantization_config": config})})
-    save_file({n: t.contiguous() for n, t in stored.items()}, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(folder, stored)
     return dense
 
 
 def write_dense(folder, dense):
     """Write the same model in float32."""
     write_config(folder, RAW)
-    save_file({n: t.float().contiguous() for n, t in dense.items()}, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(folder, {n: t.float() for n, t in dense.items()})
     return folder
+
+
+@contextmanager
+def opened(folder):
+    """The checkpoint of such a folder, checked."""
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.check(parse_config(RAW))
+        yield checkpoint
 
 
 def packed(codes, bits):

@@ -307,6 +307,11 @@ def read_tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
+def write_tensors(folder, tensors):
+    whole = {n: t.contiguous() for n, t in tensors.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+
+
 def prompt(length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()

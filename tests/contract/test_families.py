@@ -63,21 +63,26 @@ def test_rows_have_the_same_bits_in_every_pass(folder, backend):
     assert torch.equal(lawkit.advance(r, seq, text, 20 - start, 2, 1), plain[19:21])
 
 
+@pytest.fixture(scope="module", params=[{}, SAMPLED], ids=["greedy", "sampled"])
+def alone(request, pair):
+    """Prompts, how to answer them, and the text of each prompt alone."""
+    prompts, asked = random_prompts(8, seed=21), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, **request.param)
+    return prompts, asked, texts(run(make_engine(pair), prompts, asked, alone=True))
+
+
 @pytest.mark.parametrize("name", lawkit.DRAFTERS)
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_law_1(pair, name, sampling):
+def test_law_1(pair, alone, name):
     """Batches of mixed lengths with chunked prompts and too few blocks, against each prompt alone.
 
     Where a drafter can, it drafts ahead: then preemption also strikes between a draft and its verification.
     """
     if name == "self_quant" and pair.target.config.state_shapes:
         pytest.skip("a copy in the target's cache would overwrite recurrent states; engines refuse it")
-    prompts, asked = random_prompts(8, seed=21), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, **sampling)
-    alone = texts(run(make_engine(pair), prompts, asked, alone=True))
-    assert texts(run(make_engine(pair, name), prompts, asked)) == alone
+    prompts, asked, wanted = alone
+    assert texts(run(make_engine(pair, name), prompts, asked)) == wanted
     tight = make_engine(pair, name, k=6, rows=24, block=4, tokens=180)
     tight.ahead = Overlap(1) if goes_ahead(type(tight.drafter)) else tight.ahead
-    assert texts(run(tight, prompts, asked)) == alone
+    assert texts(run(tight, prompts, asked)) == wanted
     assert tight.scheduler.num_preemptions > 0
 
 

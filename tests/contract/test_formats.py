@@ -6,7 +6,7 @@ import fixtures_formats
 import pytest
 import torch
 from fixtures_models import backends
-from fixtures_ops import randn
+from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
 from sameseed import ops, registry, scheme
@@ -342,24 +342,28 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
     )
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", *SCHEMES])
 @pytest.mark.parametrize("backend", INVARIANT)
 def test_rows_do_not_know_their_company(name, backend):
-    """The basis of law 1: a row has the same bits alone and among large, zero or broken rows."""
+    """The basis of law 1: a row has the same bits alone, in any pass, among large, zero or broken rows, on threads."""
     chosen = ops.resolve(backend)
-    w = chosen.pack(QuantScheme.parse(name).encode(randn(37, K, seed=1)))
-    x, bias = randn(9, K), randn(37, seed=2)
-    residual = randn(9, 37, seed=4)
+    w = chosen.pack(QuantScheme.parse(name).encode(randn(130, K, seed=1)))
+    x, bias = randn(70, K), randn(130, seed=2)
+    residual = randn(70, 130, seed=4)
     x[1] *= 1e6
     x[3] = 0
     x[5, 17] = torch.nan
     x[6] *= 1e-30
     whole = chosen.product(plain_rows(x), w, bias, residual)
-    assert whole[5].isnan().any() and whole[[0, 1, 2, 3, 4, 6, 7, 8]].isfinite().all()
-    for start, count in ((0, 1), (4, 1), (0, 5), (2, 3), (6, 3)):
-        part = slice(start, start + count)
-        got = chosen.product(plain_rows(x[part].clone()), w, bias, residual[part].clone())
-        assert got.view(torch.int32).equal(whole[part].contiguous().view(torch.int32))
+    assert whole[5].isnan().any() and whole[[*range(5), *range(6, 70)]].isfinite().all()
+    for count in (1, 2, 3, 5, 8, 16, 33):
+        for start in (0, 4, 70 - count):
+            part = slice(start, start + count)
+            got = chosen.product(plain_rows(x[part].clone()), w, bias, residual[part].clone())
+            assert got.view(torch.int32).equal(whole[part].contiguous().view(torch.int32))
+    with threads(2):
+        assert chosen.product(plain_rows(x), w, bias, residual).view(torch.int32).equal(whole.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -1,6 +1,7 @@
 """The contract of every backend: the values of float64 formulas, and rows whose bits do not depend on other rows."""
 
 import math
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -118,8 +119,10 @@ def test_rope_turns_pairs(T, H, D, backend):
 
 
 @every_backend
-@every_kv_format
-@pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("kv_format", "window"),
+    [*product(KV_FORMATS, [None]), *zip(KV_FORMATS, cycle((64, 3, 65))), *product(["fp32"], [1, 3, 64, 65, 1000])],
+)
 def test_attention(window, kv_format, backend):
     p, chosen = make_pass(MIXED, kv_format), ops.resolve(backend)
     got = chosen.attention(p.q, p.layer, p.batch, 12**-0.5, window)
@@ -209,24 +212,6 @@ def test_slices_of_wider_rows(backend):
 
 
 @every_invariant_backend
-@every_format
-@pytest.mark.parametrize(("O", "K"), [(1, 16), (33, 96), (130, 80), (512, 64)])
-def test_linear_rows_do_not_know_their_company(O, K, name, backend):  # noqa: E741
-    chosen = ops.resolve(backend)
-    x, bias = randn(70, K), randn(O, seed=2)
-    weight = scheme.get(name).encode(randn(O, K, seed=1))
-    whole = chosen.product(plain_rows(x), weight, bias)
-    for count in (1, 2, 3, 5, 8, 16, 33):
-        for start in (0, 1, 70 - count):
-            assert chosen.product(plain_rows(x[start : start + count].clone()), weight, bias).equal(
-                whole[start : start + count]
-            )
-    with threads(2):
-        assert chosen.product(plain_rows(x), weight, bias).equal(whole)
-        assert chosen.product(plain_rows(x[4:5]), weight, bias).equal(whole[4:5])
-
-
-@every_invariant_backend
 @pytest.mark.parametrize("width", [2, 18, 96, 344])
 def test_rows_of_small_ops_do_not_know_their_company(width, backend):
     chosen = ops.resolve(backend)
@@ -245,8 +230,7 @@ def test_rows_of_small_ops_do_not_know_their_company(width, backend):
 
 
 @every_invariant_backend
-@every_kv_format
-@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize(("kv_format", "window"), [*zip(KV_FORMATS, cycle((None, 5, 64))), *product(["fp32"], [5, 64])])
 def test_attention_rows_do_not_know_their_company(window, kv_format, backend):
     """The bits are the same alone, in another cache, with another block size, and in a chain instead of a tree."""
     chosen = ops.resolve(backend)

@@ -64,10 +64,12 @@ def test_the_output_error_is_no_worse_than_rounding(method, scheme):
         assert found.sum() < 0.8 * plain.sum(), "correlated inputs leave room"
 
 
-@pytest.mark.parametrize("width", [K, 192])  # 192: groups end inside the blocks of -b128
-@every_scheme
+@pytest.mark.parametrize(
+    ("scheme", "width"), [*((s, K) for s in weight_schemes()), ("fp8_e4m3-b128", 192), ("fp8_e5m2-b128", 192)]
+)
 @every_method
 def test_what_is_chosen_can_be_saved_and_read(method, scheme, width, tmp_path):
+    """192: groups end inside the blocks of -b128."""
     weight, stats = randn(160, width), stats_of(correlated(400, width))
     if scheme.endswith("b128"):
         weight[:, :64] *= 2  # the first group of each block holds its largest value

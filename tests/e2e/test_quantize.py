@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
 from fixtures_quantize import SMALL, write_text
 from lawkit import write_model
 from safetensors.torch import load_file
@@ -28,16 +29,9 @@ def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
 
 
-def command(*argv):
-    return [sys.executable, "-m", "sameseed", *argv]
-
-
 @pytest.fixture(scope="module")
 def gguf_file(model, tmp_path_factory):
     """The same matrices in 8 bits, as others publish them."""
-    pytest.importorskip("gguf")
-    from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
-
     keys = bpe_keys(trained(QWEN2, 303), "qwen2", {"<e>": 3}, eos_token_id=2)
     raw, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
     raw = {"rope_parameters": {"rope_theta": 10000.0}, **raw}
@@ -46,7 +40,7 @@ def gguf_file(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", ["model", "gguf_file"])
-def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, tmp_path, request):
+def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, tmp_path, request, capsys):
     model, out = request.getfixturevalue(source), tmp_path / "out"
     assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
     # "auto" caches of a quantized checkpoint are bf16.
@@ -54,8 +48,9 @@ def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, t
     prompt = "the sum of all parts"
     expected = in_memory.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
     argv = ["generate", "--model", str(out), "--draft", "none", "--max-tokens", "24", "--temperature", "0", "--json"]
-    fresh = subprocess.run(command(*argv, "--ignore-eos", prompt), capture_output=True, text=True, check=True)
-    assert json.loads(fresh.stdout)["text"] == expected[0].text
+    capsys.readouterr()
+    assert main([*argv, "--ignore-eos", prompt]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == expected[0].text
 
 
 def test_json_and_tables(model, text, tmp_path, capsys):
@@ -77,7 +72,7 @@ def test_an_interruption_says_how_to_go_on(text, tmp_path):
     argv = ["quantize", str(tmp_path / "model"), "--method", "awq", "--scheme", "w4a16-g32"]
     argv += ["-o", str(tmp_path / "out"), "--calibration", str(text), "--samples", "8", "--length", "64"]
     process = subprocess.Popen(
-        command(*argv),
+        [sys.executable, "-m", "sameseed", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -74,8 +74,10 @@ def test_logits_are_those_of_transformers(name, backend, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss", "gemma"])
-@pytest.mark.parametrize(("kind", "tolerance"), [("F32", 2e-5), ("Q8_0", 0.1), ("MXFP4", 0.7)])
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "tolerance", "joined"),
+    [("F32", 2e-5, False), ("F32", 2e-5, True), ("Q8_0", 0.1, True), ("MXFP4", 0.7, False)],
+)
 def test_gguf_files(name, kind, tolerance, joined, tmp_path):
     """Also where gate and up of all experts are one tensor."""
     folder, raw, tensors = written(tmp_path / "model", name)
@@ -96,8 +98,9 @@ def test_gguf_files(name, kind, tolerance, joined, tmp_path):
     arch = {"qwen": "qwen3moe", "gemma": "gemma4"}.get(name, name)
     write_gguf(path, raw, parts, lambda n: kind if "_exps.weight" in n else "F32", arch, keys)
     ids, tolerance = prompt(90), tolerance * 2 if (name, kind) == ("gemma", "Q8_0") else tolerance
+    wanted = all_logits(load(folder), ids)
     for backend in ("reference", "cpu"):
-        close(all_logits(load(path, backend), ids), all_logits(load(folder), ids), tolerance)
+        close(all_logits(load(path, backend), ids), wanted, tolerance)
     if kind == "F32":
         write_gguf(path, raw, parts, arch=arch, keys={**keys, "expert_count": 7})
         with pytest.raises(ModelLoadError, match="its keys say"):

@@ -19,13 +19,13 @@ from fixtures_layouts import (
     modelopt_nvfp4,
     mxfp4,
     nvfp4,
+    opened,
     packed,
     qqq,
     write_dense,
     write_layout,
 )
-from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config
-from safetensors.torch import save_file
+from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config, write_tensors
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import Checkpoint
@@ -130,8 +130,7 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
     writer, config, stored_as = LAYOUTS[name]
     rounding = stored_as == "rounded"
     dense = write_layout(tmp_path, writer, config)
-    with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with caplog.at_level(logging.WARNING), opened(tmp_path) as checkpoint:
         for key, meant in dense.items():
             assert checkpoint.tensor(key).float().equal(meant.float()), key
             if meant.ndim == 2:
@@ -180,8 +179,7 @@ def test_the_compressed_tensors_package_decodes_the_same_values(name, tmp_path):
     tensors = read_tensors(tmp_path)
     parts = {n.removeprefix(f"{UP}."): t for n, t in tensors.items() if n.startswith(f"{UP}.")}
     theirs = BaseCompressor.get_value_from_registry(config["format"]).decompress(parts, scheme)["weight"]
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         ours = checkpoint.tensor(f"{UP}.weight")
     assert (theirs.float() - ours).abs().max() <= 2**-7 * ours.abs().max()
 
@@ -213,8 +211,7 @@ def test_mixed_groups_targets_and_ignored_layers(tmp_path):
     config["config_groups"]["group_1"] = other | {"targets": [r"re:.*layers\.\d+\.mlp\.down_proj$"]}
     config["ignore"] = ["lm_head", "re:.*self_attn.*"]
     dense = write_layout(tmp_path, writer, config, lambda n: n.endswith("_proj.weight") and ".mlp." in n)
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         names = {
             n: str(checkpoint.scheme(n)) for n in dense if n.startswith("model.layers.0") and n.endswith("proj.weight")
         }
@@ -253,7 +250,7 @@ def test_static_scales_of_cache_and_activations_are_left_out(tmp_path, caplog):
         for kind in ("k_scale", "v_scale"):
             tensors[f"model.layers.{i}.self_attn.{kind}"] = torch.ones(1)
         tensors[f"model.layers.{i}.mlp.up_proj.input_scale"] = torch.ones(1)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    write_tensors(tmp_path, tensors)
     with caplog.at_level(logging.WARNING):
         load(tmp_path)
     rows, cache = sorted(r.getMessage() for r in caplog.records)
@@ -266,7 +263,7 @@ def test_static_scales_of_the_cache_beside_dense_weights_are_left_out(tensor, tm
     write_dense(tmp_path, write_layout(tmp_path, gptq(), GPTQ))
     plain = all_logits(load(tmp_path), prompt(5, 32))
     tensors = read_tensors(tmp_path) | {f"model.layers.0.{tensor}": torch.ones(1)}
-    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    write_tensors(tmp_path, tensors)
     assert all_logits(load(tmp_path), prompt(5, 32)).equal(plain)
 
 
@@ -285,8 +282,7 @@ def test_settings_in_a_file_beside_config_json(file, tmp_path):
     writer, settings = BESIDE[file]
     dense = write_layout(tmp_path, writer, None)
     (tmp_path / file).write_text(json.dumps(settings))
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert all(checkpoint.tensor(name).float().equal(value.float()) for name, value in dense.items())
 
 
@@ -299,8 +295,7 @@ def test_settings_of_mlx(key, tmp_path):
     settings = {"group_size": 64, "bits": 4}
     both = {"quantization_config": settings} if key == "both" else {}
     write_config(tmp_path, {**RAW, "quantization": settings, **both})
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert all(checkpoint.tensor(name).float().equal(value.float()) for name, value in dense.items())
 
 
@@ -322,8 +317,7 @@ def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
     write_layout(
         tmp_path, writer, GPTQ | {"dynamic": dynamic}, lambda n: n.endswith("_proj.weight") and "v_proj" not in n
     )
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert str(checkpoint.scheme(f"{DOWN}.weight")) == "w8a16-g64"
         assert str(checkpoint.scheme(f"{UP}.weight")) == "w4a16-g128"
         assert checkpoint.scheme("model.layers.0.self_attn.v_proj.weight") is None
@@ -338,8 +332,7 @@ def test_gptq_adds_to_whole_words_what_its_writers_subtract(bits, group, tmp_pat
     assert (zeros == 0).any() and (zeros == 2**bits - 1).any()
     words = packed(zeros, bits) - (0x11111111 if bits == 4 else 0x01010101)
     damaged(tmp_path, qzeros=words, scales=torch.ones(count, 256), qweight=torch.zeros(128 * bits // 32, 256).int())
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert checkpoint.tensor(f"{UP}.weight").equal(-zeros.T.repeat_interleave(group, 1).float())
 
 
@@ -355,8 +348,7 @@ PATHS = {
 def test_symmetric_gptq_whose_zero_points_are_of_the_second_version(name, tmp_path, caplog):
     """Some writers keep the first version's name; if all zero points are in the middle, the second is meant."""
     dense = write_layout(tmp_path, *PATHS[name])
-    with caplog.at_level(logging.WARNING), Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with caplog.at_level(logging.WARNING), opened(tmp_path) as checkpoint:
         for at in (UP, DOWN):
             assert checkpoint.tensor(f"{at}.weight").equal(dense[f"{at}.weight"])
     assert len([r for r in caplog.records if "gptq_v2" in r.getMessage()]) == 1
@@ -368,10 +360,9 @@ def test_symmetric_gptq_with_other_zero_points_is_refused_on_every_path(name, tm
     zeros = read_tensors(tmp_path)[f"{UP}.qzeros"]
     zeros[0, 0] += 1
     damaged(tmp_path, qzeros=zeros)
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
-        with pytest.raises(ModelLoadError, match=f'{UP} symmetric.*"sym": false.*"checkpoint_format": "gptq_v2"'):
-            checkpoint.tensor(f"{UP}.weight")
+    told = f'{UP} symmetric.*"sym": false.*"checkpoint_format": "gptq_v2"'
+    with opened(tmp_path) as checkpoint, pytest.raises(ModelLoadError, match=told):
+        checkpoint.tensor(f"{UP}.weight")
 
 
 def refused(folder, *words):
@@ -427,7 +418,7 @@ def damaged(folder, **changes):
             del tensors[name]
         else:
             tensors[name] = value
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    write_tensors(folder, tensors)
 
 
 @pytest.mark.parametrize(
@@ -467,10 +458,8 @@ def damaged_codes(folder, kind, code):
 def not_finite(folder):
     """Every way to read a matrix refuses it."""
     for read in (lambda c, n: c.rows(n, 0, 2), Checkpoint.tensor, Checkpoint.stored):
-        with Checkpoint(folder) as checkpoint:
-            checkpoint.check(parse_config(RAW))
-            with pytest.raises(ModelLoadError, match=f"{UP}.* NaN"):
-                read(checkpoint, f"{UP}.weight")
+        with opened(folder) as checkpoint, pytest.raises(ModelLoadError, match=f"{UP}.* NaN"):
+            read(checkpoint, f"{UP}.weight")
 
 
 HUGE = torch.full((1, 256), 3e38)
@@ -494,7 +483,7 @@ def test_values_that_are_no_numbers(name, changes, tmp_path):
         write_config(tmp_path, {**RAW, "quantization_config": FP8 | {"weight_block_size": [256, 128]}})
         tensors = read_tensors(tmp_path)
         tensors |= {n: t[:1] for n, t in tensors.items() if n.endswith("_inv")}
-        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+        write_tensors(tmp_path, tensors)
     for kind, value in changes.items():
         if isinstance(value, int):
             damaged_codes(tmp_path, kind, value)
@@ -507,8 +496,7 @@ def test_values_that_are_no_numbers(name, changes, tmp_path):
 def test_the_largest_code_is_a_number(code, tmp_path):
     write_layout(tmp_path, *LAYOUTS["ct-fp8-rows"][:2])
     damaged_codes(tmp_path, "weight", code)
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
 
 
@@ -516,8 +504,7 @@ def test_scales_that_are_powers_of_two_and_no_numbers(tmp_path):
     write_layout(tmp_path, *LAYOUTS["fp8-block"][:2])
     ones = torch.full((2, 1), 127, dtype=torch.uint8)
     damaged(tmp_path, weight_scale_inv=ones.view(torch.float8_e8m0fnu))
-    with Checkpoint(tmp_path) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+    with opened(tmp_path) as checkpoint:
         assert checkpoint.tensor(f"{UP}.weight").isfinite().all()
     damaged_codes(tmp_path, "weight_scale_inv", 255)
     not_finite(tmp_path)

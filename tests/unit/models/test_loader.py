@@ -3,7 +3,6 @@
 import json
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from fixtures_models import (
     write_checkpoint,
     write_config,
     write_shards,
+    write_tensors,
 )
 from safetensors.torch import load_file, save_file
 
@@ -44,10 +44,6 @@ def weights(folder):
     return folder / "model.safetensors"
 
 
-def rewrite(folder, tensors):
-    save_file({n: t.contiguous() for n, t in tensors.items()}, weights(folder), {"format": "pt"})
-
-
 def refused(folder, *words):
     with pytest.raises(ModelLoadError) as caught:
         load(folder)
@@ -72,7 +68,7 @@ SOME = "model.layers.1.mlp.up_proj.weight"
 def test_missing_and_extra_tensors(tensors, settings, words, folder):
     raw = json.loads((folder / "config.json").read_text())
     write_config(folder, {**raw, **settings})
-    rewrite(folder, {n: t for n, t in (read_tensors(folder) | tensors).items() if t is not None})
+    write_tensors(folder, {n: t for n, t in (read_tensors(folder) | tensors).items() if t is not None})
     refused(folder, str(folder), *words)
 
 
@@ -82,19 +78,19 @@ def test_tensors_that_can_be_computed_are_ignored(name, folder):
     before = all_logits(load(folder), prompt(5))
     tensors = read_tensors(folder)
     extra = tensors["model.embed_tokens.weight"].clone() if name == "lm_head.weight" else torch.ones(8)
-    rewrite(folder, tensors | {name: extra})
+    write_tensors(folder, tensors | {name: extra})
     assert all_logits(load(folder), prompt(5)).equal(before)
 
 
 @pytest.mark.parametrize("shape", [(72, 47), (73, 48), (48, 72), (72 * 48,), (1, 72, 48)], ids=str)
 def test_wrong_shape(shape, folder):
-    rewrite(folder, read_tensors(folder) | {SOME: torch.zeros(shape)})
+    write_tensors(folder, read_tensors(folder) | {SOME: torch.zeros(shape)})
     refused(folder, str(folder), SOME, str(list(shape)), "[72, 48]")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_wrong_type(dtype, folder):
-    rewrite(folder, read_tensors(folder) | {SOME: torch.ones(72, 48).to(dtype)})
+    write_tensors(folder, read_tensors(folder) | {SOME: torch.ones(72, 48).to(dtype)})
     refused(folder, SOME, "F32, BF16 and F16")
 
 
@@ -105,7 +101,7 @@ def test_weights_that_are_no_numbers(name, value, dtype, folder):
     tensors = read_tensors(folder)
     tensors[name] = tensors[name].to(dtype)
     tensors[name].view(-1)[17] = value
-    rewrite(folder, tensors)
+    write_tensors(folder, tensors)
     refused(folder, name, "model.safetensors", "NaN or infinity")
 
 
@@ -113,7 +109,7 @@ def test_infinities_that_cancel(folder):
     """The sum of the weights is NaN, not infinite, and is noticed all the same."""
     tensors = read_tensors(folder)
     tensors[SOME].view(-1)[:2] = torch.tensor([float("inf"), float("-inf")])
-    rewrite(folder, tensors)
+    write_tensors(folder, tensors)
     refused(folder, SOME, "NaN or infinity")
 
 
@@ -121,7 +117,7 @@ def test_large_weights_are_no_infinity(folder):
     """A sum beyond the type's range is no error: each weight is finite."""
     tensors = {n: t.half() for n, t in read_tensors(folder).items()}
     tensors[SOME] = torch.full((72, 48), 60000.0, dtype=torch.float16)
-    rewrite(folder, tensors)
+    write_tensors(folder, tensors)
     assert load(folder).weights.layers[1].gate_up.parts["weight"].max() == 60000
 
 
@@ -323,8 +319,6 @@ def test_long_headers_are_not_read_into_memory(length, folder, monkeypatch):
 
 
 def test_a_file_cut_while_it_is_read(folder):
-    from sameseed import ops
-
     with Checkpoint(folder) as checkpoint:
         weights(folder).write_bytes(weights(folder).read_bytes()[:-5000])
         with pytest.raises(ModelLoadError, match=r"ends before byte .* was it changed"):
@@ -334,16 +328,10 @@ def test_a_file_cut_while_it_is_read(folder):
 FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
 
 
-def matrices(model):
-    return list(model.weights.matrices)
-
-
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", FORMATS)
 def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatch):
     """Encoding in chunks of 32 rows, across the borders of stacked tensors, equals encoding at once."""
-    from sameseed import ops
-
     small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "head_dim": 24, "num_hidden_layers": 1}
     raw = {**VARIANTS["qwen2"].raw, **small}  # q, k, v of 96, 48 and 48 rows
     write_config(tmp_path, raw)
@@ -352,7 +340,7 @@ def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatc
     monkeypatch.setattr(weights_module, "CHUNK", 1)
     parts = load(tmp_path, backend, name)
     chosen = ops.resolve(backend)
-    for a, b in zip(matrices(whole), matrices(parts), strict=True):
+    for a, b in zip(whole.weights.matrices, parts.weights.matrices, strict=True):
         assert (a.format, a.shape, a.activations, a.layout) == (b.format, b.shape, b.activations, b.layout)
         plain = [chosen.unpack(w).parts for w in (a, b)]
         assert plain[0].keys() == plain[1].keys()
@@ -371,7 +359,7 @@ def test_stacked_tensors_of_two_types(folder):
     """Half of a stacked weight is bf16 and half fp16: only float32 holds both."""
     tensors = read_tensors(folder)
     tensors = {n: t.half() if "gate_proj" in n else t.bfloat16() for n, t in tensors.items()}
-    rewrite(folder, tensors)
+    write_tensors(folder, tensors)
     w = load(folder).weights
     assert {x.format for x in (w.embedding, w.layers[0].qkv, w.layers[0].down)} == {"bf16"}
     assert w.layers[0].gate_up.format == "fp32"
@@ -400,7 +388,7 @@ def test_damage_is_found_in_any_chunk(folder, monkeypatch):
     monkeypatch.setattr(weights_module, "CHUNK", 1)
     tensors = read_tensors(folder)
     tensors[SOME][70, 3] = torch.nan
-    rewrite(folder, tensors)
+    write_tensors(folder, tensors)
     with pytest.raises(ModelLoadError, match=f"{SOME}.* NaN"):
         load(folder, weights="w4a8")
 
@@ -420,7 +408,7 @@ def test_the_size_told_before_is_about_what_is_taken(name, folder):
     with Checkpoint(folder) as checkpoint:
         told = weight_bytes(config, checkpoint, quant)
     w = load(folder, weights=str(quant)).weights
-    kept = {id(x): x for x in matrices(SimpleNamespace(weights=w))}.values()
+    kept = {id(x): x for x in w.matrices}.values()
     # The reference backend keeps each 4-bit code in a byte, and rows are padded to 32.
     taken = sum(x.nbytes - (x.parts["codes"].nbytes / 2 if x.format in ("int4", "nf4") else 0) for x in kept)
     assert taken <= told <= 1.4 * taken + 4000

@@ -43,14 +43,13 @@ MIXED = {
 
 @pytest.mark.parametrize("backend", backends())
 def test_a_mixed_checkpoint_keeps_its_codes_and_computes_what_they_mean(backend):
-    raw = {**RAW, "tie_word_embeddings": False}
-    model, source = load(raw, MIXED, "auto", backend)
+    model, source = load(RAW, MIXED, "auto", backend)
     layer = model.weights.layers[0]
     assert [(w.format, w.shape[0]) for w in layer.qkv] == [("int4", 96), ("int8", 32)]
     assert [w.format for w in layer.gate_up] == ["fp32", "nf4"]
     assert (layer.down.format, model.weights.lm_head.format, layer.o.format) == ("fp8_e4m3", "int8", "fp32")
     assert not source.decoded
-    wanted = all_logits(textbook(raw, MIXED, backend), prompt(9))
+    wanted = all_logits(textbook(RAW, MIXED, backend), prompt(9))
     torch.testing.assert_close(all_logits(model, prompt(9)), wanted, rtol=1e-4, atol=1e-4)
     assert len(model.weights.matrices) == 2 * 4 + 2 + 2
 
@@ -62,8 +61,7 @@ def test_rules_choose_by_name_and_the_first_that_fits_counts():
     assert quant.at("model.layers.1.mlp.down_proj") == QuantScheme.parse("nf4")
     assert quant.at("model.layers.1.mlp.up_proj") == QuantScheme.parse("w4a8-g32")
     assert QuantScheme.parse(str(quant)) == quant
-    raw = {**RAW, "tie_word_embeddings": False}
-    model, _ = load(raw, {}, str(quant), "reference")
+    model, _ = load(RAW, {}, str(quant), "reference")
     formats = [w.format for w in model.weights.matrices]
     assert formats == ["int4"] + ["int8"] * 4 + ["int4", "int4", "int4", "nf4"] + ["bf16"]
 
@@ -77,8 +75,7 @@ def test_with_tied_embeddings_either_name_hits_the_one_matrix(module):
 
 
 def test_another_scheme_decodes_what_is_stored():
-    raw = {**RAW, "tie_word_embeddings": False}
-    model, source = load(raw, MIXED, "w8a8", "reference")
+    model, source = load(RAW, MIXED, "w8a8", "reference")
     assert {w.format for w in model.weights.matrices} == {"int8"}
     as_asked = {m for m, text in MIXED.items() if text.startswith("w8")}
     assert set(source.decoded) == {f"{m}.weight" for m in MIXED.keys() - as_asked}
@@ -86,11 +83,10 @@ def test_another_scheme_decodes_what_is_stored():
 
 @pytest.mark.parametrize("backend", backends())
 def test_auto_a8_gives_int8_activations_to_what_can_take_them(backend):
-    raw = {**RAW, "tie_word_embeddings": False}
-    model, _ = load(raw, MIXED, "auto-a8", backend)
+    model, _ = load(RAW, MIXED, "auto-a8", backend)
     assert [w.activations for w in model.weights.layers[0].qkv] == ["int8", "int8"]
     assert [w.activations for w in model.weights.layers[0].gate_up] == [None, None]
-    stored, _ = load(raw, MIXED, "auto", backend)
+    stored, _ = load(RAW, MIXED, "auto", backend)
     a, b = all_logits(model, prompt(9)), all_logits(stored, prompt(9))
     assert not a.equal(b)
     assert torch.nn.functional.cosine_similarity(a, b).min() > 0.99
@@ -111,7 +107,7 @@ def test_bad_rules(text, error, says):
 @pytest.mark.parametrize(("asked", "kept"), [("w4a8", True), ("w4a16-g32", True), ("w4a16-g64", False)])
 def test_the_name_of_the_stored_format_keeps_its_codes(asked, kept):
     every = [f"model.layers.{i}.mlp.{n}_proj" for i in range(2) for n in ("gate", "up", "down")]
-    raw = {**RAW, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    raw = {**RAW, "hidden_size": 64, "intermediate_size": 128}
     model, source = load(raw, dict.fromkeys(every, "w4a16-g32-asym"), asked, "reference")
     assert bool(source.decoded) is not kept
     down = model.weights.layers[1].down

@@ -1,6 +1,7 @@
 """A token's logits have the same bits however it reaches the model: prompt, chunk, decode, chain, tree or batch."""
 
 import random
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ pytestmark = pytest.mark.bits
 
 VOCAB = 97
 KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
+CODED = [n for n in KV_FORMATS if n != "fp32"]
+KEPT = [[], [0], [1, 4], [1, 4, 6], [0, 2, 3, 5]]  # paths of a tree
 every_backend = pytest.mark.parametrize("backend", backends())
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 
@@ -33,8 +36,7 @@ def test_token_by_token_equals_the_whole_prompt(name, backend):
 
 
 @every_backend
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize(("block_size", "kv_format"), [*product((1, 5, 16), ["fp32"]), *zip(cycle((16, 1, 5)), CODED)])
 def test_chunks_equal_the_whole_prompt(block_size, kv_format, backend):
     model = tiny_model(backend, "mistral")
     token_ids = prompt(40)
@@ -82,7 +84,7 @@ def test_a_tree_equals_each_path_alone(name, backend):
 
 
 @every_backend
-@pytest.mark.parametrize(("name", "kv_format"), [("mistral", "fp32"), *(("llama3.2", f) for f in KV_FORMATS)])
+@pytest.mark.parametrize(("name", "kv_format"), [("mistral", "fp32"), ("llama3.2", "bf16"), ("llama3.2", "int8")])
 def test_a_tree_of_64_nodes(name, kv_format, backend):
     """The last node uses the sign bit of the int64 mask."""
     model = tiny_model(backend, name)
@@ -115,8 +117,11 @@ def test_a_batch_of_sequences_at_different_stages(backend):
 
 
 @every_backend
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("kept", [[], [0], [1, 4], [1, 4, 6], [0, 2, 3, 5]], ids=str)
+@pytest.mark.parametrize(
+    ("kept", "kv_format"),
+    [*product(KEPT, ["fp32"]), *zip(cycle(KEPT[3:]), CODED), *zip(cycle(KEPT[:3]), CODED)],
+    ids=str,
+)
 def test_after_commit_the_cache_is_as_if_never_drafted(kept, kv_format, backend):
     model = tiny_model(backend, "qwen3")
     token_ids, parents = prompt(18), [-1, -1, 0, 2, 1, 3, 4, 5]

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
 from fixtures_layouts import RAW, write_dense
 from fixtures_models import all_logits, load, oracle_logits, prompt, random_tensors, read_tensors
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from sameseed.errors import ModelLoadError, ModelSaveError
 from sameseed.models import save as save_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
-from sameseed.models.loader import read_config
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config
 from sameseed.models.save import save_quantized
 from sameseed.scheme import QuantScheme, get
 
@@ -230,11 +231,6 @@ def test_an_interruption_leaves_nothing(error, source, tmp_path):
 
 def test_a_gguf_file_becomes_a_folder(tmp_path):
     """The folder has the file's config, tokenizer and codes."""
-    pytest.importorskip("gguf")
-    from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
-
-    from sameseed.models.loader import load_tokenizer, open_checkpoint
-
     keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
     tensors = random_tensors(parse_config(RAW))
     kinds = {True: "Q4_0", False: "F16"}

@@ -31,6 +31,14 @@ def choosing(reference_pair, monkeypatch):
     return reference_pair
 
 
+@pytest.fixture(scope="module")
+def ends(reference_pair):
+    """Parameters with which texts end inside drafts, and the text of each prompt alone."""
+    whole = texts(run(make_engine(reference_pair, max_len=48), PROMPTS, EACH))
+    each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]
+    return each, texts(run(make_engine(reference_pair, max_len=48), PROMPTS, each, alone=True))
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """How many numbers each wait reads."""
@@ -54,13 +62,11 @@ def looked_at(engine, monkeypatch, params):
 
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("few", [False, True])
-def test_rounds_are_the_same_unread(name, few, choosing, monkeypatch):
+def test_rounds_are_the_same_unread(name, few, choosing, ends, monkeypatch):
     """Greedy and sampled, of several lengths, with ends of texts inside drafts, and with preemptions."""
     how = {"method": name, "k": 4, **CHAINS[name], **({"block": 4, "tokens": 52} if few else {})}
     how["max_len"] = 48
-    whole = texts(run(make_engine(choosing, max_len=48), PROMPTS, EACH))
-    each = [replace(p, stop_token_ids=t[-4:-2]) for p, t in zip(EACH, whole, strict=True)]  # texts end inside drafts
-    plain = texts(run(make_engine(choosing, max_len=48), PROMPTS, each, alone=True))
+    each, plain = ends
     wanted = looked_at(make_engine(choosing, **how), monkeypatch, each)
     settled = []
     settle = LateDraft.settle
