@@ -6,13 +6,14 @@ What a fault says, and the flags that mend it, are in `faults.toml`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from sameseed.plan.metrics import START, Counted
+from sameseed.plan.metrics import Counted
 from sameseed.plan.pricing import MARGIN, Pricing, State
+from sameseed.tuned import TABLE_END
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,11 +31,6 @@ SLOW, FEW = 0.3, 4  # share of a round that one more draft token may add, at no 
 LOOKUP = 0.02  # most of a round's time that a search in the text takes; a draft model takes more
 LATE = 0.4  # share of a round's time outside both models
 REPEATED = 0.7  # share of prompt tokens found in the prefix cache
-PLAIN = {
-    "sameseed": ("--draft none",),
-    "vllm": ("leave --speculative-config out",),
-    "llama.cpp": ("--spec-type none",),
-}
 REASONS = ("no drafter", "off", "cost", "no draft", "no room", "draft context")  # that sameseed counts
 WORDS = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
 
@@ -53,32 +49,24 @@ class Fault:
         return self.says[0].upper() + self.says[1:]
 
 
-def fault(engine: str, key: str, flags: Mapping[str, Seq[str]] | None = None, **figures: object) -> Fault:
-    """A fault in the words of `faults.toml`; `flags`: those that stand for a placeholder there."""
-    words, known = WORDS[key], {"{off}": PLAIN[engine], "{start}": (START[engine],), **(flags or {})}
-    said = tuple(flag for text in words.get(engine, words.get("any", ())) for flag in known.get(text, (text,)))
-    return Fault(words.get("name", key), words["says"].format(**figures), said)
+def fault(engine: str, key: str, **figures: object) -> Fault:
+    """A fault in the words of `faults.toml`, with these figures in its sentence and its flags."""
+    words = WORDS[key]
+    flags = [flag for text in words.get(engine, words.get("any", ())) for flag in flags_of(engine, text, **figures)]
+    return Fault(words.get("name", key), words["says"].format(**figures), tuple(flags))
+
+
+def flags_of(engine: str, name: str, **figures: object) -> tuple[str, ...]:
+    """An engine's flags that `faults.toml` lists under a name such as {length}; another text is a flag itself."""
+    texts = WORDS["flags"][name][engine] if name in WORDS["flags"] else (name,)
+    for figure, value in figures.items():
+        texts = [text.replace(f"{{{figure}}}", str(value)) for text in texts]
+    return tuple(texts)
 
 
 def length_flags(engine: str, k: int) -> tuple[str, ...]:
     """Flags that make an engine draft `k` tokens; 0 is plain decoding."""
-    if k == 0:
-        return PLAIN[engine]
-    return {
-        "sameseed": (f"--k {k}", "or --policy goodput, which decides by itself"),
-        "vllm": (f"--speculative-config '{{..., \"num_speculative_tokens\": {k}}}'",),
-        "llama.cpp": (f"--spec-draft-n-max {k}",),
-    }[engine]
-
-
-def table_flags(engine: str, table: Seq[tuple[int, int]]) -> tuple[str, ...]:
-    """Flags that make an engine choose its draft length by batch size."""
-    if engine == "sameseed":
-        return ("--policy goodput",)
-    if engine != "vllm":
-        return (f"-np {table[-1][0] - 1}",)
-    rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (4097, 0)])]
-    return (f"--speculative-config '{{..., \"num_speculative_tokens_per_batch_size\": {rows}}}'",)
+    return flags_of(engine, "{length}" if k else "{off}", best=k)
 
 
 def undrafted(counted: Counted) -> Fault:
@@ -108,14 +96,14 @@ def _rightness(state: State, pricing: Pricing) -> Iterator[Fault]:
     """Faults of the draft's quality."""
     engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
     known = pricing.source not in (None, "bound")
-    shorter = {"{length}": length_flags(engine, (known and pricing.best(state.batch)[0]) or 1)}
+    shorter = (known and pricing.best(state.batch)[0]) or 1
     if first < USELESS:
         yield fault(engine, "useless draft", first=first)
     elif len(rest) >= 2 and first <= SPLIT and min(rest) >= FLAT:
         yield fault(engine, "two kinds of text", first=first, rest=min(rest))
     elif first < WEAK:
         lookup = state.draft_share is not None and state.draft_share < LOOKUP
-        yield fault(engine, "weak lookup" if lookup else "weak draft", shorter, first=first)
+        yield fault(engine, "weak lookup" if lookup else "weak draft", first=first, best=shorter)
 
 
 def _lost(state: State) -> Iterator[Fault]:
@@ -168,17 +156,17 @@ def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
         return  # a bound only: unknown whether this or another length pays
     bound = "at least " if pricing.source == "bound" else ""
     have = f"a round of {now} draft tokens needs {bound}{need:.2f} tokens, it has {state.length:.2f}"
-    table, better = pricing.table(), {"{length}": length_flags(engine, best)}
+    table = pricing.table()
     if best == 0 and state.length < need and any(k for _, k in table):
         first = next(batch for batch, k in table if k == 0)
-        flags = {"{table}": table_flags(engine, table)}
-        yield fault(engine, "batch too large", flags, have=have, batch=batch, first=first)
+        rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (TABLE_END + 1, 0)])]
+        yield fault(engine, "batch too large", have=have, batch=batch, first=first, rows=rows, most=table[-1][0] - 1)
     elif best == 0 and state.length < need:
         yield fault(engine, "never pays", have=have)
     elif 0 < best < now and (state.length < need or speed > 1.05 * state.length / need):
-        yield fault(engine, "k too large", better, have=have, best=best, speed=speed)
+        yield fault(engine, "k too large", have=have, best=best, speed=speed)
     elif best > now and state.conditional[-1] >= UNUSED and speed > 1.05 * state.length / need:
-        yield fault(engine, "k too small", better, last=state.conditional[-1], best=best, speed=speed)
+        yield fault(engine, "k too small", last=state.conditional[-1], best=best, speed=speed)
 
 
 def _remarks(state: State) -> Iterator[Fault]:

@@ -12,12 +12,6 @@ from typing import Any
 
 from sameseed.errors import ConfigError
 
-START = {
-    "sameseed": "sameseed serve --draft MODEL",
-    "vllm": "vllm serve MODEL --speculative-config '{...}'",
-    "llama.cpp": "llama-server -md DRAFT.gguf --metrics",
-}
-
 
 def _counter(*names: str) -> Any:
     """A counter, and its names after the engine's prefix, without Prometheus' _total."""
