@@ -145,7 +145,7 @@ def _table(found: TuneOutcome) -> Table:
     batches, rows = found.asked.batches, []
     heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
     for c in found.order:
-        pairs = [(found.predicted(c, b), found.speedup(c, b)) for b in batches]
+        pairs = [(c.over(found.plain, b), found.speedup(c, b)) for b in batches]
         cells = [x for p, m in pairs for x in (f"{p.value:.2f}", f"{m.value:.2f} ({m.low:.2f}-{m.high:.2f})")]
         rows.append((c.label, *cells, str(c.out_at or len(found.asked.prompts))))
     title = "speed over plain decoding (80 % intervals), interleaved"

@@ -19,7 +19,7 @@ def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
     asked = outcome.asked
     series = []
     for batch in sorted(asked.batches):
-        pairs = [(outcome.speedup(c, batch), outcome.predicted(c, batch)) for c in outcome.order]
+        pairs = [(outcome.speedup(c, batch), c.over(outcome.plain, batch)) for c in outcome.order]
         series.append(_points(f"batch {batch}", pairs, [c.label for c in outcome.order]))
     x = "measured: speed over plain decoding"
     panels = [Panel("predicted against measured", x, series, "points", "predicted", diagonal=True)]

@@ -98,7 +98,8 @@ class Contestant:
 
 def anew(c: Contestant, jobs: Seq[Job] | None = None) -> Contestant:
     """The same setting with nothing measured, on these prompts (None: the same ones)."""
-    return replace(c, jobs=c.jobs if jobs is None else jobs, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+    jobs = c.jobs if jobs is None else jobs
+    return replace(c, jobs=jobs, out_at=None, tokens={}, seconds={}, ttft={}, itl={}, texts={})
 
 
 def missed(c: Contestant, asked: TuneRequest) -> str | None:

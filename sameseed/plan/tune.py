@@ -69,13 +69,9 @@ class TuneOutcome:
         """
         return ratio(contestant, self.plain, self.asked.looked_at if batch is None else (batch,))
 
-    def predicted(self, contestant: Contestant, batch: int) -> Interval:
-        """Predicted speed-up at a batch size, over plain decoding in the first format."""
-        return contestant.over(self.plain, batch)
-
     def error(self, contestant: Contestant, batch: int) -> float:
         """Predicted over measured speed-up, less 1."""
-        return self.predicted(contestant, batch).value / self.speedup(contestant, batch).value - 1.0
+        return contestant.over(self.plain, batch).value / self.speedup(contestant, batch).value - 1.0
 
 
 def tune(
@@ -194,7 +190,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     spec, drafting = setting.spec, not setting.plain
     batches, machine = sorted(asked.batches), machine_here(str(asked.settings.get("device", "cpu")))
     name = "speedup_batch_{}"
-    predicted = {name.format(b): _figure(found.predicted(best, b), "profiled", found.error(best, b)) for b in batches}
+    predicted = {name.format(b): _figure(best.over(found.plain, b), "profiled", found.error(best, b)) for b in batches}
     measured = {name.format(b): _figure(found.speedup(best, b)) for b in batches}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
     trial = found.trials.get(setting.way)
