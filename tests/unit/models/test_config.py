@@ -200,7 +200,7 @@ def test_positions_far_out_keep_their_angle():
     assert (table - exact).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("name", ["smollm3", "granite", "gemma4"])
+@pytest.mark.parametrize("name", ["smollm3", "granite", "gemma4", "phi4-mini", "lfm2"])
 def test_what_computes_layers_anew_refuses_other_layers(name):
     assert llama_only(parse_config(VARIANTS["qwen3"].raw), "quantize")
     with pytest.raises(ConfigError, match="use a model of"):
