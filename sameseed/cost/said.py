@@ -78,6 +78,8 @@ class SaidTokens:
         cut = _Cut(self, drafter, target_bytes, 0 if vocabulary == AUTO else int(vocabulary))
         self._cuts.append(cut)
         cut.judge()
+        if len(cut.kept) == len(self.counts):
+            log.info("draft vocabulary: all tokens; by the %d counted so far, fewer do not pay", self.counts.sum())
 
     def share(self, num_tokens: int) -> float:
         """The share that the most frequent tokens have of new outputs; a careful estimate, 1 for all tokens."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from sameseed import ops, registry, scheme
 from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.models.inner import take_rows
 from sameseed.ops import gated_rows, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
 
@@ -84,6 +85,18 @@ def staircase(decoded, x, slack):
     half_step = (levels[1:] - levels[:-1]).max().item() / 2
     inside = (x >= levels[0]) & (x <= levels[-1])
     assert ((decoded - x).abs()[inside] <= half_step + slack).all()
+
+
+@every_format
+def test_rows_taken_from_a_packed_weight_are_its_own(name):
+    """As a draft with a reduced vocabulary takes rows of its LM head; bf16 where rows share scales."""
+    fmt, backend = Variant(name), ops.resolve()
+    q, rows = fmt.encode(randn(130, K)), torch.tensor([0, 3, 64, 127, 129])
+    taken = take_rows(backend, backend.pack(q), rows)
+    assert taken.shape == (len(rows), K)
+    found = fmt.decode(backend.unpack(taken))
+    error = 0.0 if taken.format == q.format else 2.0**-8
+    torch.testing.assert_close(found.float(), fmt.decode(q)[rows].float(), rtol=error, atol=0.0)
 
 
 @every_format
