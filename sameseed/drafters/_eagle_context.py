@@ -7,7 +7,8 @@ between positions only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -207,38 +208,37 @@ class Contexts:
         context = self._contexts.get(seq.seq_id)
         return 0 if context is None else context.next
 
-    def make_room(self, seqs: Seq[Sequence]) -> None:
-        """If blocks run short, free those of sequences that do not run now; their rows are computed again later."""
-        if self.runner.blocks.num_free * 4 >= self.runner.blocks.num_blocks:
-            return
-        running = {seq.seq_id for seq in seqs}
-        for seq_id, context in self._contexts.items():
-            if seq_id not in running:
-                self.runner.blocks.release(context.holder)
-                context.restart()
+    @contextmanager
+    def drafting(
+        self, seqs: Seq[Sequence], wanted: Seq[int], num_nodes: Callable[[int, int], int]
+    ) -> Iterator[dict[int, int]]:
+        """A context with the number of tokens, at most wanted[b], that the head can draft now after each sequence.
 
-    def room(self, seq: Sequence, wanted: int) -> int:
-        """How many tokens the head can draft after the known ones, at most `wanted`; 0 if it cannot go on."""
-        context = self._contexts.get(seq.seq_id)
-        if context is None or context.end != len(seq) - 1 or not context.can_go_on:
-            return 0
-        return max(0, min(wanted, self.limit - (context.end - 1 - context.start)))
-
-    def reserve(self, seq: Sequence, num_nodes: int) -> bool:
-        """Reserve blocks for all certain rows and `num_nodes` nodes; False if too few are free.
-
-        The last row is computed again, because its logits are needed.
+        It maps indices of sequences that can draft. Long pending stretches of theirs are computed; inside, there are
+        blocks for all certain rows and for num_nodes(b, tokens) nodes.
         """
-        context = self[seq]
-        context.holder.num_cached = min(context.holder.num_cached, context.end - 1 - context.start)
-        return self._reserve(context, context.num_pending + num_nodes)
-
-    def catch_up(self, seqs: Seq[Sequence], able: Seq[int]) -> list[int]:
-        """Compute long pending stretches; which of `able`, indices of sequences with reserved blocks, can draft now."""
-        states = {b: self[seqs[b]] for b in able}
-        return self.reading(
+        blocks = self.runner.blocks
+        if blocks.num_free * 4 < blocks.num_blocks:  # sequences that do not run free theirs, and compute rows again
+            running = {seq.seq_id for seq in seqs}
+            for context in (c for seq_id, c in self._contexts.items() if seq_id not in running):
+                blocks.release(context.holder)
+                context.restart()
+        states, counts = dict[int, Context](), dict[int, int]()
+        for b, (seq, most) in enumerate(zip(seqs, wanted, strict=True)):
+            own = self._contexts.get(seq.seq_id)
+            if own is None or own.end != len(seq) - 1 or not own.can_go_on:
+                continue
+            last = own.end - 1 - own.start
+            if (count := min(most, self.limit - last)) > 0:
+                own.holder.num_cached = min(own.holder.num_cached, last)  # computed again: its logits are needed
+                if self._reserve(own, own.num_pending + num_nodes(b, count)):
+                    states[b], counts[b] = own, count
+        ready = self.reading(
             seqs, states, lambda sizes: self._extend([(seqs[b], states[b], n) for b, n in sizes.items()], False)
         )
+        yield {b: counts[b] for b in ready}
+        for own in states.values():
+            blocks.trim(own.holder, own.holder.num_cached)  # blocks of draft rows
 
     def last(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the pending rows. Returns what `HeadRunner.extend` returns for each sequence's last row."""

@@ -44,20 +44,12 @@ class BlockDrafter(Reading, ChainDrafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         """Chains for all sequences from one pass, with leaves if the option `siblings` is set."""
-        self.followers.make_room(seqs)
         siblings = self.options.siblings
         lengths = self._heed_most(chain_lengths(seqs, num_draft, siblings), self.runner.model.config.num_guesses)
-        chains, growing = [Chain() for _ in seqs], dict[int, _GrowingBlock]()
-        for b, (seq, count) in enumerate(zip(seqs, lengths, strict=True)):
-            able = count > 0 and self.followers.room(seq, 1) > 0
-            if able and self.followers.reserve(seq, self.runner.model.config.block_size):
-                growing[b] = _GrowingBlock(seq, count, chains[b])
-        ready = self.followers.catch_up(seqs, list(growing))
-        if ready:
-            self._guess([growing[b] for b in ready])
-        for g in growing.values():
-            holder = self.followers[g.seq].holder
-            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
+        chains, size = [Chain() for _ in seqs], self.runner.model.config.block_size
+        with self.followers.drafting(seqs, [min(n, 1) for n in lengths], lambda *_: size) as ready:
+            if ready:
+                self._guess([_GrowingBlock(seqs[b], lengths[b], chains[b]) for b in ready])
         return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
 
     def _guess(self, growing: Seq[_GrowingBlock]) -> None:

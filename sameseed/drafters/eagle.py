@@ -74,20 +74,15 @@ class EagleDrafter(Reading):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Trees of at most num_draft[b] nodes for all sequences together; confidence holds path probabilities."""
-        self.followers.make_room(seqs)
+        depths = [min(self.options.depth, k, seq.draft_depth) for seq, k in zip(seqs, num_draft, strict=True)]
+        widths = [min(self.options.top_k, k) for k in num_draft]
         growing: dict[int, _GrowingTree] = {}
-        for b, (seq, k) in enumerate(zip(seqs, num_draft, strict=True)):
-            depth = self.followers.room(seq, min(self.options.depth, k, seq.draft_depth))
-            width = min(self.options.top_k, k)
-            if depth > 0 and self.followers.reserve(seq, min(width * (depth - 1), MAX_NODES)):
-                ending = seq.params.ending(self.guesses.eos_token_ids)
-                growing[b] = _GrowingTree(seq, Tree(min(k, MAX_NODES)), depth, width, ending)
-        reserved = [self.followers[g.seq].holder for g in growing.values()]
-        growing = {b: growing[b] for b in self.followers.catch_up(seqs, list(growing))}
-        own = list(growing.values())
-        drawn = self._grow(own) if own else None
-        for holder in reserved:
-            self.runner.blocks.trim(holder, holder.num_cached)  # blocks of draft rows
+        with self.followers.drafting(seqs, depths, lambda b, depth: min(widths[b] * (depth - 1), MAX_NODES)) as ready:
+            for b, depth in ready.items():
+                ending = seqs[b].params.ending(self.guesses.eos_token_ids)
+                growing[b] = _GrowingTree(seqs[b], Tree(min(num_draft[b], MAX_NODES)), depth, widths[b], ending)
+            own = list(growing.values())
+            drawn = self._grow(own) if own else None
         if drawn is None:
             return _draft_of(growing, len(seqs))
 

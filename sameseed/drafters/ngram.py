@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -44,52 +43,42 @@ class NgramDrafter(Drafter):
     def rewind(self, seq: Sequence, length: int) -> None:
         index = self._indexes.get(seq.seq_id)
         if index is not None:
-            index.rewind(length)
+            index.rewind(seq.token_ids, length)
 
     def release(self, seq: Sequence) -> None:
         self._indexes.pop(seq.seq_id, None)
 
 
 class _Index:
-    """Maps each n-gram of a growing list of tokens to the end of its latest occurrence. Each token is indexed once."""
+    """Maps each n-gram of a growing list of tokens to the ends of its occurrences. Each token is indexed once."""
 
     def __init__(self, low: int, high: int) -> None:
         self._sizes = range(low, high + 1)
-        self._ends: dict[tuple[int, ...], int] = {}
-        # The latest entries: end, n-gram, the end that it replaced.
-        self._entered: deque[tuple[int, tuple[int, ...], int | None]] = deque(maxlen=1024)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
         self._num_indexed = 0
 
     def find(self, tokens: list[int]) -> int | None:
         """The index after the latest earlier occurrence of the longest suffix that has one; None if no suffix has."""
         # The n-grams that end with the last token are looked up but not entered yet: they would match themselves.
         for end in range(self._num_indexed + 1, len(tokens)):
-            for n in self._sizes:
-                if n <= end:
-                    gram = tuple(tokens[end - n : end])
-                    self._entered.append((end, gram, self._ends.get(gram)))
-                    self._ends[gram] = end
+            for gram in self._grams(tokens, end):
+                self._ends.setdefault(gram, []).append(end)
         self._num_indexed = max(self._num_indexed, len(tokens) - 1)
-        for n in reversed(self._sizes):
-            found = self._ends.get(tuple(tokens[-n:])) if n <= len(tokens) else None
-            if found is not None:
-                return found
+        for gram in reversed(self._grams(tokens, len(tokens))):
+            if ends := self._ends.get(gram):
+                return ends[-1]
         return None
 
-    def rewind(self, length: int) -> None:
-        """Undo the entries for tokens from `length` on; clear the whole index if they are too old to be undone."""
-        if self._num_indexed < length:
-            return
-        while self._entered and self._entered[-1][0] >= length:
-            _, gram, before = self._entered.pop()
-            if before is None:
-                del self._ends[gram]
-            else:
-                self._ends[gram] = before
-        self._num_indexed = max(0, length - 1)
-        if not self._entered and self._ends:
-            self._ends.clear()
-            self._num_indexed = 0
+    def rewind(self, tokens: list[int], length: int) -> None:
+        """Undo the entries for tokens from `length` on. Called before the list loses these tokens."""
+        for end in range(self._num_indexed, length - 1, -1):
+            for gram in self._grams(tokens, end):
+                self._ends[gram].pop()
+        self._num_indexed = min(self._num_indexed, max(0, length - 1))
+
+    def _grams(self, tokens: list[int], end: int) -> list[tuple[int, ...]]:
+        """The n-grams that end before index `end`, the shortest first."""
+        return [tuple(tokens[end - n : end]) for n in self._sizes if n <= end]
 
 
 DRAFTER = NgramDrafter

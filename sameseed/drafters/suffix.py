@@ -21,13 +21,7 @@ from sameseed.spec.drafter import Drafter, Parts
 PAST = ("tenant", "all", "none")
 
 
-@dataclass(frozen=True)
-class Guess:
-    """A tree: tokens, parents, and path probabilities estimated from counts."""
-
-    tokens: list[int]
-    parents: list[int]
-    likely: list[float]
+Tree = tuple[list[int], list[int], list[float]]  # tokens, parents, and path probabilities estimated from counts
 
 
 class SuffixDrafter(Drafter):
@@ -71,11 +65,9 @@ class SuffixDrafter(Drafter):
         return cls(options, parts.vocab_size)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        guesses = [
-            self._guess(seq, k) if k and seq.draft_depth else Guess([], [], [])
-            for seq, k in zip(seqs, num_draft, strict=True)
-        ]
-        return Draft.trees([(g.tokens, g.parents) for g in guesses], [g.likely for g in guesses])
+        pairs = zip(seqs, num_draft, strict=True)
+        trees = [self._best(seq, k) if k and seq.draft_depth else ([], [], []) for seq, k in pairs]
+        return Draft.trees([(tokens, parents) for tokens, parents, _ in trees], [likely for *_, likely in trees])
 
     def rewind(self, seq: Sequence, length: int) -> None:
         own = self._own.get(seq.seq_id)
@@ -102,14 +94,14 @@ class SuffixDrafter(Drafter):
         while len(self._past) > 1 and self._num_past > o.max_tokens:
             self._num_past -= self._past.pop(next(iter(self._past))).num_tokens
 
-    def _guess(self, seq: Sequence, num_draft: int) -> Guess:
+    def _best(self, seq: Sequence, num_draft: int) -> Tree:
         """The tree with the most expected accepted tokens, among the trees for each match length."""
         o, tokens = self.options, seq.token_ids
         own = self._own.get(seq.seq_id)
         if own is None:
             own = self._own[seq.seq_id] = History(o.min_match, o.max_places)
         own.add(0, tokens)
-        best = Guess([], [], [])
+        best: Tree = [], [], []
         if len(tokens) < o.min_match:
             return best
         suffix = tokens[-o.max_match :]
@@ -122,13 +114,13 @@ class SuffixDrafter(Drafter):
             for length in sorted({p.length for p in places}, reverse=True):
                 depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)
                 tree = self._tree([p for p in places if p.length >= length], num_draft, depth)
-                if sum(tree.likely) > sum(best.likely):  # expected accepted tokens
+                if sum(tree[2]) > sum(best[2]):  # expected accepted tokens
                     best = tree
         return best
 
-    def _tree(self, places: list[Place], num_draft: int, depth: int) -> Guess:
+    def _tree(self, places: list[Place], num_draft: int, depth: int) -> Tree:
         """The `num_draft` likeliest nodes that continue the matches at `places`, parents before children."""
-        guess = Guess([], [], [])
+        tokens, parents, chances = tree = list[int](), list[int](), list[float]()
         order = count()
         # -likely, order, token, parent, steps, places
         waiting: list[tuple[float, int, int, int, int, list[Place]]] = []
@@ -150,15 +142,14 @@ class SuffixDrafter(Drafter):
                     heapq.heappush(waiting, (-share, next(order), token, parent, steps, those))
 
         branch(-1, 0, 1.0, places)
-        while waiting and len(guess.tokens) < num_draft:
+        while waiting and len(tokens) < num_draft:
             minus, _, token, parent, steps, those = heapq.heappop(waiting)
-            node = len(guess.tokens)
-            guess.tokens.append(token)
-            guess.parents.append(parent)
-            guess.likely.append(-minus)
+            tokens.append(token)
+            parents.append(parent)
+            chances.append(-minus)
             if steps + 1 < depth:
-                branch(node, steps + 1, -minus, those)
-        return guess
+                branch(len(tokens) - 1, steps + 1, -minus, those)
+        return tree
 
 
 DRAFTER = SuffixDrafter
