@@ -215,10 +215,6 @@ class Holding(Reducible):
     must_read = True
     followers: Any  # its `rewind` and `release` forget tokens, or a sequence; `num_read` is that of the drafter
 
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> Drafter:
-        return cls(options, parts)  # type: ignore[arg-type, call-arg]
-
     def num_read(self, seq: Sequence) -> int:
         return min(int(self.followers.num_read(seq)), len(seq))
 

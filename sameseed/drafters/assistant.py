@@ -16,10 +16,9 @@ from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.gemma import GemmaConfig
 from sameseed.models.gemma_assistant import Assistant
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.drafter import Drafter, Parts, Span
 
 
 class AssistantDrafter(Drafter):
@@ -32,24 +31,21 @@ class AssistantDrafter(Drafter):
     owns = "model"
     judges = True
 
-    def __init__(self, options: Options, model: Assistant, target: ModelRunner, policy: LengthPolicy) -> None:
+    def __init__(self, options: Options, parts: Parts) -> None:
+        """Raises ConfigError for a model that is no assistant, or another target's."""
+        assert parts.runner is not None
+        model, target = parts.runner.model, parts.target
+        if not isinstance(model, Assistant):
+            raise ConfigError(f"{model.config.architecture} is no assistant of a Gemma 4; name it without 'assistant:'")
+        model.check_target(target.model)
         config = target.model.config
         assert isinstance(config, GemmaConfig)
-        self.options, self.model, self.target, self.policy = options, model, target, policy
+        self.options, self.model, self.target, self.policy = options, model, target, parts.policy
         self.captures = (config.num_layers - 1,)
         self.guesses = Guesses(None, config.vocab_size, config.eos_token_ids)
         kinds = {window is None: config.caches[i] for i, window in enumerate(config.windows)}
         self.caches = tuple(target.cache.layers[kinds.get(full, kinds[True])] for full in (False, True))
         self._own: dict[int, tuple[int, Tensor]] = {}  # by sequence: committed tokens, and the state [S] of the last
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> AssistantDrafter:
-        assert isinstance(options, cls.Options) and parts.runner is not None
-        model = parts.runner.model
-        if not isinstance(model, Assistant):
-            raise ConfigError(f"{model.config.architecture} is no assistant of a Gemma 4; name it without 'assistant:'")
-        model.check_target(parts.target.model)
-        return cls(options, model, parts.target, parts.policy)
 
     @property
     def limit(self) -> int:

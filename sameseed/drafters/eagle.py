@@ -7,18 +7,20 @@ own noise, which is known before the target chooses (coupled sampling).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq, Set
+import math
+from collections.abc import Callable, Mapping, Sequence as Seq, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sameseed import devices
 from sameseed.batch import GREEDY, MAX_NODES, Draw
 from sameseed.drafters._chains import Chain
-from sameseed.drafters._choices import Floats, Ints, growing_tree, grows_at_once
+from sameseed.drafters._choices import growing_tree, grows_at_once
 from sameseed.drafters._eagle_context import Reading
 from sameseed.drafters._followers import PREFILL
 from sameseed.drafters._vocabulary import VOCABULARY
@@ -121,23 +123,23 @@ class EagleDrafter(Reading):
             self._children(g, [-1], rows, 0)
         for depth in range(1, max(g.depth for g in growing)):
             levels: list[TreeLevel] = []
-            parents: list[Ints] = []  # rows of `features`
+            parents: list[int] = []  # rows of `features`
             running: list[tuple[_GrowingTree, list[int]]] = []
             num_rows = 0
             for g in growing:
-                tree, place = g.tree, g.tree.num_places
-                nodes = tree.expand(g.width if depth < g.depth else 0)
-                if not len(nodes):
+                tree, place = g.tree, len(g.tree.masks)
+                chosen = tree.expand(g.width if depth < g.depth else 0)
+                if not chosen:
                     continue
-                chosen = nodes.tolist()
-                masks = [tree.masks[n] for n in chosen]
-                levels.append(TreeLevel(self.followers[g.seq].holder, tree.tokens[nodes].tolist(), masks, place))
-                parents.append(tree.rows[nodes] + g.first)
+                tokens, masks = [tree.nodes[n].token for n in chosen], [tree.masks[n] for n in chosen]
+                levels.append(TreeLevel(self.followers[g.seq].holder, tokens, masks, place))
+                parents += [g.first + tree.nodes[n].row for n in chosen]
                 running.append((g, chosen))
                 g.first, num_rows = num_rows, num_rows + len(chosen)
-            if not running or (not self.branches and self.policy.ends([g.tree.chances() for g, _ in running])):
+            paths = [[math.exp(n.score) for n in g.tree.nodes] for g, _ in running]
+            if not running or (not self.branches and self.policy.ends(paths)):
                 return
-            index = devices.put(torch.from_numpy(np.concatenate(parents)), features.device)
+            index = devices.put(torch.tensor(parents, device="cpu"), features.device)
             logits, features = self.runner.expand(levels, features.index_select(0, index))
             rows = self.guesses.rows(logits)
             for g, chosen in running:
@@ -169,12 +171,10 @@ class EagleDrafter(Reading):
         """Add the likeliest tokens after `nodes`, all of one depth, to the tree; rows: logits [R, Vd] of the pass."""
         tree, rows = g.tree, rows[g.first : g.first + len(nodes)]
         tokens, log_probs = self.guesses.after(
-            rows, g.seq, depth, self.options.top_k, lambda: [tree.tokens[tree.path(n)].tolist() for n in nodes]
+            rows, g.seq, depth, self.options.top_k, lambda: [tree.path(n) for n in nodes]
         )
-        ended = np.isin(tokens, list(g.ending))
-        if self.policy.uses_confidence:
-            ended |= np.exp(log_probs) < self.policy.least_probability
-        tree.grow(nodes, tokens, log_probs, ended)
+        least = self.policy.least_probability
+        tree.grow(nodes, tokens.tolist(), log_probs.tolist(), lambda token, p: token in g.ending or math.exp(p) < least)
 
     def _take(self, growing: Seq[_GrowingTree], found: Seq[Seq[tuple[int, float]]]) -> None:
         """Take over chains of tokens that were drawn on the device, up to each chain's end."""
@@ -184,90 +184,73 @@ class EagleDrafter(Reading):
             g.grown = chain.nodes(g.depth)
 
 
+class Candidate(NamedTuple):
+    """A node of a tree that may be drafted."""
+
+    token: int
+    parent: int  # index of the parent candidate, -1: the last known token
+    row: int  # the parent's place in the arguments of `Tree.grow`
+    score: float  # the sum of log-probabilities along the path
+    ended: bool  # may no token follow?
+
+
 class Tree:
     """Candidate nodes for the draft of one sequence, of which the `size` likeliest are wanted.
 
-    A candidate's score is the sum of log-probabilities along its path. No node scores above its parent, so the n
-    likeliest candidates form a tree. Expanded candidates, which were run through the drafter's model, have a place in
-    the model's cache; the others have none. Ties go to the candidate that was added first.
+    No node scores above its parent, so the n likeliest candidates form a tree. Expanded candidates, which were run
+    through the drafter's model, have a place in the model's cache; the others have none. Ties go to the candidate that
+    was added first.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.tokens: Ints = np.empty(0, np.int64)  # [n], like the next four arrays
-        self.parents: Ints = np.empty(0, np.int64)  # index of the parent candidate, -1: the last known token
-        self.rows: Ints = np.empty(0, np.int64)  # the parent's row in the arguments of `grow`
-        self.scores: Floats = np.empty(0)
-        self.ended: NDArray[np.bool_] = np.empty(0, np.bool_)  # true: no token may follow
+        self.nodes: list[Candidate] = []
         self.masks: dict[int, int] = {}  # expanded candidate -> cache places of itself and its ancestors, as a bit mask
         self._level = 0  # first candidate of the last level
 
-    @property
-    def num_places(self) -> int:
-        """Number of expanded candidates, which is the cache place of the next one."""
-        return len(self.masks)
-
-    def grow(self, parents: ArrayLike, tokens: ArrayLike, log_probs: ArrayLike, ended: ArrayLike | None = None) -> None:
+    def grow(
+        self,
+        parents: Seq[int],
+        tokens: Seq[Seq[int]],
+        log_probs: Seq[Seq[float]],
+        ended: Callable[[int, float], bool] = lambda token, log_prob: False,
+    ) -> None:
         """Add a level: tokens [n, w] with log-probabilities after each of `parents` [n] (-1: the last known token).
 
-        Tokens of probability 0 are left out. `ended` [n, w]: true for tokens after which none may follow.
+        Tokens of probability 0 are left out. `ended`: may no token follow this one?
         """
-        above, chances = np.asarray(parents, np.int64), np.asarray(log_probs, np.float64)
-        base = self.scores[above][:, None] if above[0] >= 0 else 0.0
-        scores = (chances + base).ravel()
-        count = chances.shape[1]
-        rows = np.arange(len(above)).repeat(count)
-        ends = np.zeros(len(scores), np.bool_) if ended is None else np.asarray(ended, np.bool_).ravel()
-        level = np.asarray(tokens, np.int64).ravel(), above.repeat(count), rows, scores, ends
-        known = self.tokens, self.parents, self.rows, self.scores, self.ended
-        self._level, able = len(self.tokens), scores > -np.inf
-        self.tokens, self.parents, self.rows, self.scores, self.ended = (
-            np.concatenate((old, new[able])) for old, new in zip(known, level, strict=True)
-        )
+        self._level = len(self.nodes)
+        for row, parent in enumerate(parents):
+            base = self.nodes[parent].score if parent >= 0 else 0.0
+            for token, p in zip(tokens[row], log_probs[row], strict=True):
+                if p > -math.inf:
+                    self.nodes.append(Candidate(token, parent, row, base + p, ended(token, p)))
 
-    def expand(self, width: int) -> Ints:
+    def expand(self, width: int) -> list[int]:
         """At most `width` candidates of the last level to run next, the likeliest first; they get cache places.
 
         Candidates outside the `size` likeliest so far are not run, because their children could not be among them.
         """
-        able = ~self.ended[self._level :]
-        if len(self.tokens) > self.size:
-            kept = self._likeliest()
-            among = np.zeros(len(able), np.bool_)
-            among[kept[kept >= self._level] - self._level] = True
-            able &= among
-        found = able.nonzero()[0] + self._level
-        room = max(0, min(width, MAX_NODES - len(self.masks)))
-        chosen: Ints = found[np.argsort(-self.scores[found], kind="stable")[:room]]
-        for i, parent in zip(chosen.tolist(), self.parents[chosen].tolist(), strict=True):
-            self.masks[i] = self.masks.get(parent, 0) | 1 << len(self.masks)
+        able = [i for i in self._likeliest() if i >= self._level and not self.nodes[i].ended]
+        able.sort(key=lambda i: -self.nodes[i].score)
+        chosen = able[: max(0, min(width, MAX_NODES - len(self.masks)))]
+        for i in chosen:
+            self.masks[i] = self.masks.get(self.nodes[i].parent, 0) | 1 << len(self.masks)
         return chosen
 
     def path(self, i: int) -> list[int]:
-        """The candidates on the path from the first level to candidate i; empty for -1."""
-        found = []
-        while i >= 0:
-            found.append(i)
-            i = int(self.parents[i])
-        return found[::-1]
+        """The tokens on the path from the first level to candidate i; empty for -1."""
+        return [] if i < 0 else [*self.path(self.nodes[i].parent), self.nodes[i].token]
 
-    def chances(self) -> list[float]:
-        """The path probability of every candidate."""
-        found: list[float] = np.exp(self.scores).tolist()
-        return found
-
-    def _likeliest(self) -> Ints:
+    def _likeliest(self) -> list[int]:
         """The `size` likeliest candidates in the order in which they were added, so parents come before children."""
-        kept: Ints = np.argsort(-self.scores, kind="stable")[: self.size]
-        kept.sort()
-        return kept
+        return sorted(sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].score)[: self.size])
 
     def best(self) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and path probabilities of the `size` likeliest candidates, parents before children."""
         kept = self._likeliest()
-        parents = np.searchsorted(kept, self.parents[kept])
-        parents[self.parents[kept] < 0] = -1
-        return self.tokens[kept].tolist(), parents.tolist(), np.exp(self.scores[kept]).tolist()
+        place, nodes = {-1: -1, **{i: new for new, i in enumerate(kept)}}, [self.nodes[i] for i in kept]
+        return [n.token for n in nodes], [place[n.parent] for n in nodes], [math.exp(n.score) for n in nodes]
 
 
 @dataclass

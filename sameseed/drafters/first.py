@@ -16,7 +16,7 @@ from torch import Tensor
 from sameseed.fields import within
 from sameseed.request import Sequence, SpecMetrics
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts, Span
+from sameseed.spec.drafter import Drafter, Parts, Span
 
 MAX_BELOW = 64
 RECENT = 0.998  # decay per round of the share that lookups draft: some 500 rounds, a few answers, count
@@ -32,23 +32,17 @@ class FirstDrafter(Drafter):
 
     num_below = (2, MAX_BELOW)
 
-    def __init__(self, options: Options, below: Seq[Below], policy: LengthPolicy) -> None:
-        self.options = options
-        self.policy = policy
-        self.below = tuple(b.drafter for b in below)
-        self._policies = tuple(b.policy for b in below)
-        self.metrics = tuple(SpecMetrics() for _ in below)  # of each drafter's drafts
+    def __init__(self, options: Options, parts: Parts) -> None:
+        self.options, self.policy = options, parts.policy
+        self.below = tuple(b.drafter for b in parts.below)
+        self._policies = tuple(b.policy for b in parts.below)
+        self.metrics = tuple(SpecMetrics() for _ in parts.below)  # of each drafter's drafts
         self._starts = [0, *accumulate(len(d.level_names) for d in self.below)]  # first level number of each drafter
         self._tokens, self._missed = 1.0, 1.0  # decided tokens, and those of them in rounds without a lookup's draft
         self._taken: dict[int, tuple[int, int]] = {}  # by sequence: index of the drafter, known tokens before the draft
         self.branches = any(d.branches for d in self.below)
         self.must_read = all(d.must_read for d in self.below)
         self.captures = tuple(sorted({layer for d in self.below for layer in d.captures}))
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> FirstDrafter:
-        assert isinstance(options, cls.Options)
-        return cls(options, parts.below, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in seqs]

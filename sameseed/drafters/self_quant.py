@@ -15,10 +15,9 @@ from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_le
 from sameseed.drafters._followers import Guide
 from sameseed.drafters._vocabulary import VOCABULARY, Reducible
 from sameseed.fields import setting, within
-from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import Drafter, LengthPolicy, Parts
+from sameseed.spec.drafter import Parts
 
 
 class SelfQuantDrafter(Reducible, ChainDrafter):
@@ -39,18 +38,14 @@ class SelfQuantDrafter(Reducible, ChainDrafter):
 
     owns = "target"
 
-    def __init__(self, options: Options, runner: ModelRunner, policy: LengthPolicy) -> None:
-        self.options = options
-        super().__init__(runner.beside(unseen=self._unseen), options.vocabulary, runner.model.config.vocab_size)
-        self.policy = policy
-        self.writer = ChainWriter(self.runner, policy, runner.model.config.vocab_size, options.siblings)
+    def __init__(self, options: Options, parts: Parts) -> None:
+        assert parts.runner is not None
+        vocab_size = parts.runner.model.config.vocab_size
+        super().__init__(parts.runner.beside(unseen=self._unseen), options.vocabulary, vocab_size)
+        self.options, self.policy = options, parts.policy
+        self.writer = ChainWriter(self.runner, self.policy, vocab_size, options.siblings)
         self.branches = self.branches_with(options)
         self._guides: dict[int, Guide] = {}  # by request
-
-    @classmethod
-    def build(cls, options: Drafter.Options, parts: Parts) -> SelfQuantDrafter:
-        assert isinstance(options, cls.Options) and parts.runner is not None
-        return cls(options, parts.runner, parts.policy)
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Chains for all sequences together, one pass of the low-format model per token, with leaves for `siblings`."""

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sameseed import ops, registry
+from sameseed import fields, ops, registry
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import model_text
 from sameseed.models.head_config import is_block, is_head
 from sameseed.models.loader import resolve_model
 from sameseed.scheme import QuantScheme
-from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead, parse_options
+from sameseed.spec.drafter import Drafter, NoDrafter, goes_ahead
 
 NESTED = "nested"  # draft format: the lower weights inside the target's own
 
@@ -36,7 +36,7 @@ class Level:
         if spec.method == "none":
             return cls(spec, NoDrafter, NoDrafter.Options(), ())
         drafter = drafter_class(spec)
-        options = parse_options(drafter, spec.options)
+        options = fields.parse(drafter.Options, spec.options)
         if spec.format != NESTED:
             QuantScheme.parse(spec.format)
         least, most = drafter.num_below

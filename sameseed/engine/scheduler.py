@@ -188,7 +188,7 @@ class Scheduler:
             saved = self.blocks.adopt(seq)
             if not seq.num_preemptions:  # a preempted one finds its own blocks: no hit
                 seq.num_shared += saved
-                self.blocks.prefixes.hits.num_hits += saved
+                self.blocks.prefixes.num_hits += saved
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -211,7 +211,7 @@ class Scheduler:
             if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
                 break
             if not seq.num_preemptions:
-                self.blocks.prefixes.hits.num_queries += len(seq)
+                self.blocks.prefixes.num_queries += len(seq)
             self._share(seq)
             size = max(1, room.fitting(seq.num_pending, seq.num_cached, len(self.waiting) > 1))
             self.blocks.reserve(seq, seq.num_cached + size)

@@ -10,17 +10,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
 
 from sameseed.request import Sequence
-
-
-@dataclass
-class Hits:
-    """Tokens of all started sequences (`num_queries`), and those found in the prefix cache (`num_hits`)."""
-
-    num_queries: int = 0
-    num_hits: int = 0
 
 
 class Prefixes:
@@ -28,7 +19,7 @@ class Prefixes:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.hits = Hits()
+        self.num_queries = self.num_hits = 0  # tokens of all started sequences, and those that were found
         self._blocks: dict[bytes, int] = {}
         self._held: dict[int, tuple[bytes, bytes]] = {}  # digest and tokens of each known block
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from sameseed.config import ENDING, GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
+from sameseed.fields import parse
 from sameseed.lines import Line, read_lines
 from sameseed.measure import prompt_sets
 from sameseed.measure.prompt_sets import Prompt
@@ -16,7 +17,6 @@ from sameseed.measure.quality.data import take
 from sameseed.models.decoder import Decoder
 from sameseed.report.record import model_name
 from sameseed.request import MAX_SEED, SamplingParams
-from sameseed.spec.drafter import parse_options
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEFAULT_PROMPTS = ASSETS / "prompts.jsonl"
@@ -163,7 +163,7 @@ def spec_as_dict(spec: SpecConfig) -> dict[str, object]:
         "num_draft_tokens": 0 if spec.method == "none" else spec.num_draft_tokens,
         "confidence": spec.confidence,
         "policy": spec.policy,
-        "draft_options": asdict(parse_options(drafter_class(spec), spec.options)),
+        "draft_options": asdict(parse(drafter_class(spec).Options, spec.options)),
         **({"overlap": spec.overlap} if spec.overlap else {}),
         **({"below": [spec_as_dict(b) for b in spec.below]} if spec.below else {}),
     }

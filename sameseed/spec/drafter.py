@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -46,22 +46,18 @@ class Round:
     nodes: Seq[Seq[int]] | None = None
 
 
-class Trims(Protocol):
-    """An object that may drop nodes of a draft before it is verified."""
+class LengthPolicy(Protocol):
+    """Decides draft lengths, from the rounds so far if the policy learns."""
 
     @property
     def trims(self) -> bool:
         """Can `trim` ever drop nodes? Then the host must know the draft's tokens before the target's pass."""
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
-        """The draft, possibly with fewer nodes. `num_rows`: rows of known tokens in the pass.
+        """The draft, possibly with fewer nodes to verify. `num_rows`: rows of known tokens in the pass.
 
         Only drafts of `members` (indices of sequences; None: all of them) may lose nodes.
         """
-
-
-class LengthPolicy(Trims, Protocol):
-    """Decides draft lengths, from the rounds so far if the policy learns."""
 
     def calibrate(self, measure: Callable[[], Any]) -> None:
         """Called before the first round. A policy that uses costs gets them from `measure()`, an `EngineCost`."""
@@ -160,8 +156,11 @@ class Drafter:
 
     @classmethod
     def build(cls, options: Options, parts: Parts) -> Drafter:
-        """A drafter for a target, from the parts that the engine has prepared."""
-        return cls(options)
+        """A drafter for a target, from the parts that the engine has prepared.
+
+        `cls(options, parts)` if the drafter owns a model or has others below it, else `cls(options)`.
+        """
+        return cls(options, parts) if cls.owns or cls.num_below[1] else cls(options)  # type: ignore[call-arg]
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
         """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
@@ -220,11 +219,6 @@ class NoDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
         return Draft.empty(len(seqs))
-
-
-def parse_options(drafter: type[Drafter], options: Mapping[str, object]) -> Drafter.Options:
-    """The drafter's Options from plain data. Raises ConfigError: unknown key (naming the nearest), wrong type."""
-    return fields.parse(drafter.Options, options)
 
 
 def goes_ahead(drafter: type[Drafter]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft, LateDraft
-from sameseed.spec.drafter import Drafter, Span, Trims
+from sameseed.spec.drafter import Drafter, LengthPolicy, Span
 from sameseed.spec.sampling import drawer
 from sameseed.spec.verify import Verified, verify
 
@@ -49,7 +49,7 @@ def decode_step(
     num_pending: Seq[int],
     num_draft: Seq[int],
     times: TimeSplit | None = None,
-    policy: Trims | None = None,
+    policy: LengthPolicy | None = None,
     ahead: NoOverlap = NO_OVERLAP,
     captured: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
@@ -121,7 +121,7 @@ def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int
 
 
 def _unread(
-    draft: Draft | LateDraft, runner: ModelRunner, seqs: Seq[Sequence], policy: Trims | None, ahead: NoOverlap
+    draft: Draft | LateDraft, runner: ModelRunner, seqs: Seq[Sequence], policy: LengthPolicy | None, ahead: NoOverlap
 ) -> LateDraft | None:
     """The draft if it can be verified before the host has read it; None if something must look at its tokens first."""
     if isinstance(draft, Draft) or not runner.takes_late or ahead is not NO_OVERLAP:

@@ -9,9 +9,10 @@ from sameseed import registry
 from sameseed.config import SpecConfig
 from sameseed.engine.levels import Level
 from sameseed.errors import ConfigError
+from sameseed.fields import parse
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec.drafter import Drafter, goes_ahead, parse_options
+from sameseed.spec.drafter import Drafter, goes_ahead
 from sameseed.spec.step import decode_step
 
 NAMES = DRAFTERS
@@ -56,9 +57,9 @@ def test_class_and_options(name):
     default = options()
     for field in dataclasses.fields(options):
         assert field.metadata["help"], "each knob is explained"
-        parse_options(draft_class, {field.name: getattr(default, field.name)})
+        parse(options, {field.name: getattr(default, field.name)})
     with pytest.raises(ConfigError, match="unknown option 'nonsense'"):
-        parse_options(draft_class, {"nonsense": 1})
+        parse(options, {"nonsense": 1})
 
 
 BAD_OPTIONS = {

@@ -57,7 +57,7 @@ def plain(request, pair_folders):
 
 
 def hits(engine):
-    return engine.runner.blocks.prefixes.hits.num_hits
+    return engine.runner.blocks.prefixes.num_hits
 
 
 @pytest.mark.parametrize("name", NAMES)

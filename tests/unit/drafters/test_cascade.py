@@ -14,7 +14,7 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Below, Drafter, level_metrics
+from sameseed.spec.drafter import Below, Drafter, Parts, level_metrics
 
 PROMPTS = random_prompts(6, seed=12)
 GREEDY = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_a_model_forgets_what_is_taken_back(pair):
 
 
 def first_of(options, *below):
-    return FirstDrafter(options, [Below(d, FixedLength(8)) for d in below], FixedLength(8))
+    return FirstDrafter(options, Parts(None, FixedLength(8), below=tuple(Below(d, FixedLength(8)) for d in below)))
 
 
 class Fixed(Drafter):

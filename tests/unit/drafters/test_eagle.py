@@ -90,10 +90,10 @@ def grown(rows, size, depth, top_k):
     tree, num_run = Tree(size), 0
     nodes = [-1]
     for level in range(depth):
-        after = [rows[tuple(tree.tokens[tree.path(node)].tolist())] for node in nodes]
+        after = [rows[tuple(tree.path(node))] for node in nodes]
         best = [sorted(range(len(row)), key=lambda t: (-row[t], t))[:top_k] for row in after]
         tree.grow(nodes, best, [[row[t] for t in some] for row, some in zip(after, best)])
-        nodes = tree.expand(top_k).tolist() if level + 1 < depth else []
+        nodes = tree.expand(top_k) if level + 1 < depth else []
         num_run += len(nodes)
         if not nodes:
             break
