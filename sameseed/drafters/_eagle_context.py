@@ -7,9 +7,9 @@ between positions only.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -26,27 +26,18 @@ from sameseed.spec.drafter import Parts, Span
 
 KEEP = 64  # hidden states kept of positions that have a cached row, so that as many tokens can be taken back
 WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait for the first draft
-WAIT_ROUNDS = 64  # rounds with one row per sequence that may wait to be sorted by sequence
 
 
 class Context:
-    """State of one sequence. `holder` owns the blocks; its row 0 is position `start`. `hidden[0]` is for `first`."""
+    """State of one sequence. `holder` owns the blocks; its row 0 is position `start`.
+
+    `states`: the target's hidden states float32 [n, F] of the positions `first` .. `end`, in parts.
+    """
 
     def __init__(self, seq: Sequence, position: int) -> None:
         self.holder = Sequence(seq.seq_id, (), seq.params, seq.seed, seq.tenant)
-        self.start = self.first = position
-        self._room: Tensor | None = None  # float32 [m, F]; rows _begin.._begin + num_hidden - 1 are the states
-        self._begin = self.num_hidden = 0
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """Hidden states float32 [n, F] of the positions from `first` on."""
-        return None if self._room is None else self._room[self._begin : self._begin + self.num_hidden]
-
-    @property
-    def end(self) -> int:
-        """The position after the last one whose hidden states are known."""
-        return self.first + self.num_hidden
+        self.start = self.first = self.end = position
+        self.states: deque[Tensor] = deque()
 
     @property
     def num_cached(self) -> int:
@@ -73,47 +64,48 @@ class Context:
 
     def forget(self, position: int) -> None:
         """Drop all hidden states; the next ones to come are for `position`."""
-        self.first, self._room, self._begin, self.num_hidden = position, None, 0, 0
+        self.first = self.end = position
+        self.states.clear()
 
     def add(self, span: Span, hidden: Tensor) -> None:
         """Add the hidden states [span, F] of positions that became certain."""
         if not self.start <= span.start <= self.end:  # a gap, or an earlier start than so far
             self.restart(span.start)
-        if span.end <= self.end:
-            return
-        new, end = hidden[self.end - span.start :], self._begin + self.num_hidden
-        # Spare room avoids copying all rows in each round: rows of a large target are long.
-        if self._room is None or end + len(new) > len(self._room):
-            known = self.hidden
-            self._room = new.new_empty(self.num_hidden + len(new) + KEEP, new.shape[1])
-            if known is not None:
-                self._room[: self.num_hidden] = known
-            self._begin, end = 0, self.num_hidden
-        self._room[end : end + len(new)] = new
-        self.num_hidden += len(new)
+        if span.end > self.end:
+            self.states.append(hidden[self.end - span.start :])
+            self.end = span.end
 
-    def take(self, count: int) -> Tensor:
-        """Hidden states [count, F] for the next rows."""
-        assert self._room is not None
-        at = self._begin + self.next - self.first
-        return self._room[at : at + count]
+    def take(self, count: int) -> list[Tensor]:
+        """Hidden states for the next `count` rows, in parts."""
+        parts: list[Tensor] = []
+        begin = self.end
+        for part in reversed(self.states):
+            end, begin = begin, begin - len(part)
+            if (low := max(self.next, begin)) < (high := min(self.next + count, end)):
+                parts.append(part[low - begin : high - begin])
+            if begin <= self.next:
+                break
+        return parts[::-1]
 
     def trim(self) -> None:
         """Drop hidden states that are no longer needed to compute rows."""
-        surplus = self.next - KEEP - self.first
-        if surplus > 0:
-            self._begin += surplus
-            self.num_hidden -= surplus
-            self.first += surplus
-        if self._room is not None and len(self._room) > 4 * (self.num_hidden + KEEP):  # room of a prompt
-            self._room, self._begin = self._room[self._begin : self._begin + self.num_hidden].clone(), 0
+        least = self.next - KEEP
+        while self.states and self.first + len(self.states[0]) <= least:
+            self.first += len(self.states.popleft())
+        if self.states and least - self.first > KEEP:  # of a prompt's pass
+            self.states[0], self.first = self.states[0][least - self.first :].clone(), least
 
     def rewind(self, length: int) -> None:
         """Drop the rows that hold tokens from `length` on, and the hidden states there: the tokens are taken back."""
-        if self._room is None or length < self.first:
+        if not self.states or length < self.first:
             self.restart(min(length, self.first))
             return
-        self.num_hidden = min(self.num_hidden, length - self.first)
+        while self.end > length:
+            part = self.states.pop()
+            self.end -= len(part)
+            if self.end < length:
+                self.states.append(part[: length - self.end])
+                self.end = length
         if length <= self.start:
             self.restart()
         self.holder.num_cached = max(0, min(self.holder.num_cached, length - 1 - self.start))
@@ -129,9 +121,7 @@ class Contexts:
         self.runner = runner
         self.reading = CatchUp(prefill_rows)
         self.limit = limit
-        self._sorted: dict[int, Context] = {}
-        self._waiting: list[tuple[Seq[Sequence], Seq[Span], Tensor]] = []  # rounds of one row per sequence
-        self._gone: set[int] = set()  # sequences in waiting rounds that have ended
+        self._contexts: dict[int, Context] = {}  # by sequence
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -139,51 +129,26 @@ class Contexts:
     def __getitem__(self, seq: Sequence) -> Context:
         return self._contexts[seq.seq_id]
 
-    @property
-    def _contexts(self) -> dict[int, Context]:
-        """Contexts by sequence, with the waiting rounds sorted in."""
-        if self._waiting:
-            self._sort()
-        return self._sorted
-
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
         """Keep the hidden states float32 [sum of spans, F] of positions that became certain.
 
         A prompt's hidden states wait for the first draft, so that the first token is not delayed. Rows are computed at
         once for what does not fit into WAIT_BYTES, and for long stretches later in a text.
         """
-        if len(hidden) == len(spans):  # only queued, so that rounds without a draft cost next to nothing
-            self._waiting.append((seqs, spans, hidden.clone() if hidden.is_cuda else hidden))
-            if len(self._waiting) >= WAIT_ROUNDS:
-                self._sort()
-            return
-        self._sort()
+        hidden = hidden.clone() if hidden.is_cuda else hidden  # the next pass may write there
         parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
         for seq, span, rows in zip(seqs, spans, parts, strict=True):
             self._add(seq, span, rows)
 
-    def _sort(self) -> None:
-        """Add the rows of waiting rounds to their contexts; rounds of the same sequences are stacked first."""
-        rounds, self._waiting = self._waiting, []
-        gone, self._gone = self._gone, set()
-        # Consecutive rounds of the same sequences, each one token further than the one before.
-        begins = ([(q.seq_id, span.start - i) for q, span in zip(*r[:2], strict=True)] for i, r in enumerate(rounds))
-        for _, group in groupby(zip(begins, rounds, strict=True), lambda pair: pair[0]):
-            same = [one for _, one in group]
-            hidden = torch.stack([rows for _, _, rows in same])  # [rounds, B, F]
-            for i, (seq, first, last) in enumerate(zip(same[0][0], same[0][1], same[-1][1], strict=True)):
-                if seq.seq_id not in gone:
-                    self._add(seq, Span(first.start, last.end), hidden[:, i])
-
     def _add(self, seq: Sequence, span: Span, rows: Tensor) -> None:
-        context = self._sorted.get(seq.seq_id)
+        context = self._contexts.get(seq.seq_id)
         if context is None:
-            context = self._sorted[seq.seq_id] = Context(seq, span.start)
+            context = self._contexts[seq.seq_id] = Context(seq, span.start)
         context.add(span, rows)
         if context.end - context.start > self.limit:  # too long: no more drafts
             context.forget(context.end)
         while context.can_go_on and context.num_pending >= self.reading.max_rows and context.end < len(seq):
-            waiting = 4 * rows.shape[1] * sum(c.num_hidden for c in self._sorted.values())  # bytes
+            waiting = 4 * rows.shape[1] * sum(c.end - c.first for c in self._contexts.values())  # bytes
             if context.holder.num_cached == 0 and waiting <= WAIT_BYTES:
                 break
             if not self._reserve(context, self.reading.max_rows):
@@ -198,7 +163,7 @@ class Contexts:
         self, work: Seq[tuple[Sequence, Context, int]], wants_logits: bool, draws: Seq[Draw] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens = [seq.token_ids[c.next + 1 : c.next + 1 + n] for seq, c, n in work]
-        hidden = [c.take(n) for _, c, n in work]
+        hidden = [part for _, c, n in work for part in c.take(n)]
         out = self.runner.extend([c.holder for _, c, _ in work], tokens, hidden, wants_logits, draws)
         for _, context, _ in work:
             context.trim()
@@ -250,9 +215,7 @@ class Contexts:
             context.rewind(length)
 
     def release(self, seq: Sequence) -> None:
-        if self._waiting:
-            self._gone.add(seq.seq_id)
-        context = self._sorted.pop(seq.seq_id, None)
+        context = self._contexts.pop(seq.seq_id, None)
         if context is not None:
             self.runner.blocks.release(context.holder)
 

@@ -49,7 +49,6 @@ class History:
         self._texts: dict[int, Text] = {}  # in order of entry
         self._indexed: dict[int, int] = {}
         self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = {}  # (key, end), the latest last
-        self._num_places = 0
 
     def __contains__(self, key: int) -> bool:
         return key in self._texts
@@ -64,11 +63,9 @@ class History:
         self.num_tokens += max(0, len(text) - 1 - start)
         for end in range(max(start + 1, n), len(text)):
             gram = tuple(text[end - n : end])
-            places = self._places.get(gram)
-            if places is None:
-                places = self._places[gram] = deque(maxlen=self.most_places)
-            self._num_places += len(places) < self.most_places
-            places.append((key, end))
+            if gram not in self._places:
+                self._places[gram] = deque(maxlen=self.most_places)
+            self._places[gram].append((key, end))
         self._indexed[key] = max(start, len(text) - 1)
         while self.most_tokens is not None and self.num_tokens > self.most_tokens and len(self._texts) > 1:
             self._drop(next(iter(self._texts)))
@@ -83,32 +80,24 @@ class History:
             places = self._places.get(gram)
             if places and places[-1] == (key, end):
                 places.pop()
-                self._num_places -= 1
         kept = min(self._indexed[key], max(0, length - 1))
         self.num_tokens -= self._indexed[key] - kept
         self._indexed[key] = kept
 
     def _drop(self, key: int) -> None:
-        del self._texts[key]
-        self.num_tokens -= self._indexed.pop(key)
-        if self._num_places <= 2 * self.num_tokens + 1024:
-            return
-        self._num_places = 0  # most places in the index belong to dropped texts
-        for gram in list(self._places):
-            alive = [p for p in self._places[gram] if p[0] in self._texts]
-            if alive:
-                self._places[gram] = deque(alive, maxlen=self.most_places)
-                self._num_places += len(alive)
-            else:
-                del self._places[gram]
+        text, indexed = self._texts.pop(key), self._indexed.pop(key)
+        self.num_tokens -= indexed
+        for end in range(self.ngram, indexed + 1):
+            gram = tuple(text[end - self.ngram : end])
+            kept = [place for place in self._places.pop(gram, ()) if place[0] != key]
+            if kept:
+                self._places[gram] = deque(kept, maxlen=self.most_places)
 
     def find(self, suffix: Seq[int], longest: int) -> list[Place]:
         """Earlier places that match the end of `suffix`, the latest first, each by at most `longest` tokens."""
         found: list[Place] = []
         for key, end in reversed(self._places.get(tuple(suffix[-self.ngram :]), ())):
-            text = self._texts.get(key)
-            if text is None:
-                continue
+            text = self._texts[key]
             length, most = self.ngram, min(longest, end, len(suffix))
             while length < most and text[end - length - 1] == suffix[-length - 1]:
                 length += 1
