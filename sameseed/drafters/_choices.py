@@ -176,16 +176,16 @@ def growing_tree(
     seq: Sequence, depth: int, ids: NDArray[np.int32] | None, ending: Iterable[int], **sizes: Any
 ) -> _native.GrowingTree:
     """A tree of `depth` levels for the native code to grow (csrc/grow.h); `sizes`: its other fields."""
-    draws = [sampling.native_draw(seq.params, seq.seed, len(seq) + level) for level in range(depth)]
-    greedy, temperature, floor, top_k, top_p, _ = draws[0]
+    draws = [sampling.draw_of(seq.params, seq.seed, len(seq) + level) for level in range(depth)]
+    first = draws[0]
     return _native.GrowingTree(
         depth=depth,
-        greedy=greedy,
-        temperature=temperature,
-        floor=floor,
-        top_k=top_k,
-        top_p=top_p,
-        keys=[draw[-1] for draw in draws],
+        greedy=first.greedy,
+        temperature=first.divisor,
+        floor=first.floor,
+        top_k=first.top_k,
+        top_p=first.top_p,
+        keys=[draw.key for draw in draws],
         ids=0 if ids is None else ids.ctypes.data,
         ending=list(ending),
         **sizes,

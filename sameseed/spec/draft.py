@@ -120,27 +120,15 @@ class Draft:
                 levels.append([by[i] for i in nodes])
         return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
 
-    def ended(self, ending: Seq[Set[int]]) -> Draft:
-        """The draft without nodes below one of the tokens ending[b], which end text b."""
-        if frozenset[int]().union(*ending).isdisjoint(self.tokens.tolist()):
-            return self
+    def useful(self, depths: Seq[int], ending: Seq[Set[int]]) -> Draft:
+        """The draft without nodes that have depths[b] ancestors or more, or one of the tokens ending[b] among them."""
         keep: list[list[int] | None] = []
-        for b, last in enumerate(ending):
+        for b, (most, last) in enumerate(zip(depths, ending, strict=True)):
             tokens, parents = self.nodes(b)
-            follows: list[bool] = []  # is one of its ancestors such a token?
+            above: list[int] = []  # the ancestors of each node; too many below a token that ends the text
             for parent in parents:
-                follows.append(parent >= 0 and (follows[parent] or tokens[parent] in last))
-            keep.append([i for i, after in enumerate(follows) if not after])
-        return self.kept(keep)
-
-    def shallow(self, depths: Seq[int]) -> Draft:
-        """The draft without nodes of sequence b that have depths[b] or more ancestors."""
-        keep: list[list[int] | None] = []
-        for b, most in enumerate(depths):
-            parents = self.nodes(b)[1]
-            above: list[int] = []
-            for parent in parents:
-                above.append(above[parent] + 1 if parent >= 0 else 0)
+                ended = parent >= 0 and tokens[parent] in last
+                above.append(most if ended else above[parent] + 1 if parent >= 0 else 0)
             fits = [i for i, a in enumerate(above) if a < most]
             keep.append(None if len(fits) == len(above) else fits)
         return self if all(k is None for k in keep) else self.kept(keep)

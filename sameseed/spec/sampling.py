@@ -209,10 +209,14 @@ def drawable(seq: Sequence) -> bool:
 
 def drawer(seq: Sequence, num_path: int) -> Draw | None:
     """How `choose` draws the token `num_path` drafted tokens after the sequence; None if it is not `drawable`."""
-    if not drawable(seq):
-        return None
-    p, key = seq.params, noise_key(seq.seed, len(seq) + num_path)
-    return GREEDY if p.greedy else Draw(key, _divisor(p), _floor(p), False, p.top_k, p.top_p)
+    return draw_of(seq.params, seq.seed, len(seq) + num_path) if drawable(seq) else None
+
+
+def draw_of(params: SamplingParams, seed: int, position: int) -> Draw:
+    """How the token at a position is drawn from its logits."""
+    if params.greedy:
+        return GREEDY
+    return Draw(noise_key(seed, position), _divisor(params), _floor(params), False, params.top_k, params.top_p)
 
 
 def _divisor(params: SamplingParams) -> float:
@@ -307,14 +311,9 @@ def native_choice(row: NDArray[np.floating], params: SamplingParams, seed: int, 
 
 def native_args(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int) -> NativeArgs:
     """The native sampler's arguments for a contiguous row."""
-    return row.ctypes.data, row.dtype == np.float64, len(row), *native_draw(params, seed, position)
-
-
-def native_draw(params: SamplingParams, seed: int, position: int) -> tuple[bool, float, float, int, float, int]:
-    """Arguments of the native sampler: greedy or not, temperature, floor, top-k, top-p, key of the noise."""
-    if params.greedy:
-        return True, 1.0, -np.inf, 0, 1.0, 0
-    return False, _divisor(params), _floor(params), params.top_k, params.top_p, noise_key(seed, position)
+    d = draw_of(params, seed, position)
+    where = row.ctypes.data, row.dtype == np.float64, len(row)
+    return *where, d.greedy, d.divisor, d.floor, d.top_k, d.top_p, d.key
 
 
 def probability(logits: NDArray[np.float32], seq: Sequence, token: int) -> float:

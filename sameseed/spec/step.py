@@ -114,10 +114,11 @@ def _guarded(make: Callable[[], Made], num_seqs: int) -> Made | Draft:
 
 def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
     """The draft without nodes beyond the end of each text: its length limit, or a token that ends it."""
-    depths = [seq.draft_depth for seq in seqs]
-    if any(k > depth for k, depth in zip(num_draft, depths, strict=True)):
-        draft = draft.shallow(depths)
-    return draft.ended([seq.params.ending(eos) for seq in seqs]) if len(draft.tokens) else draft
+    depths, ending = [seq.draft_depth for seq in seqs], [seq.params.ending(eos) for seq in seqs]
+    fits = all(k <= depth for k, depth in zip(num_draft, depths, strict=True))
+    if fits and frozenset[int]().union(*ending).isdisjoint(draft.tokens.tolist()):
+        return draft
+    return draft.useful(depths, ending)
 
 
 def _unread(

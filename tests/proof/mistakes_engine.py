@@ -25,7 +25,7 @@ def _text(name, function, old, new, *checks):
 
 
 def _native(name, old, new, *checks):
-    return Mutant(f"native sampler: {name}", sampling.native_draw, old, new, checks or ("L5s", "T1"), native=True)
+    return Mutant(f"native sampler: {name}", sampling.draw_of, old, new, checks or ("L5s", "T1"), native=True)
 
 
 def _op(name, function, old, new, *checks, **settings):
@@ -58,7 +58,7 @@ _PROCESSORS = (
     _native("noise of the next position", "noise_key(seed, position)", "noise_key(seed, position + 1)", "T1", "L7"),
     _native("one token too many of top-k", "params.top_k,", "params.top_k + (params.top_k > 0),"),
     _native("no temperature", "_divisor(params),", "1.0,"),
-    _native("no top-p", "params.top_p,", "1.0,"),
+    _native("no top-p", "params.top_p)", "1.0)"),
     _native("no min-p", "_floor(params),", "-np.inf,"),
     _text("the last of equals, in passes of several rows", verify._argmax, "table.argmax(axis=-1)", _LAST, "L3e"),
 )

@@ -36,8 +36,8 @@ def test_levels_stay_with_their_nodes():
     draft = Draft.trees([([4, 5, 6], [-1, 0, -1]), ([7], [-1])], levels=[[2, 1, 0], [1]])
     assert draft.node_levels(0) == [2, 1, 0]
     assert draft.kept([[0, 2], None]).node_levels(0) == [2, 0]
-    assert draft.shallow([1, 1]).node_levels(0) == [2, 0]
-    assert draft.shallow([1, 0]).node_levels(1) == []
+    assert draft.useful([1, 1], [set(), set()]).node_levels(0) == [2, 0]
+    assert draft.useful([1, 0], [set(), set()]).node_levels(1) == []
     assert Draft.chains([[4, 5], []]).node_levels(0) == [0, 0]
 
 
@@ -54,10 +54,10 @@ def test_nothing_follows_a_token_that_ends_a_text():
     draft = Draft.trees(
         [([5, 2, 6, 7], [-1, 0, 0, 1]), ([5, 2, 6], [-1, 0, 1])], [[0.9, 0.5, 0.4, 0.3], [0.9, 0.8, 0.7]]
     )
-    cut = draft.ended([{2}, set()])
+    cut = draft.useful([9, 9], [{2}, set()])
     assert [cut.nodes(b) for b in range(2)] == [([5, 2, 6], [-1, 0, 0]), ([5, 2, 6], [-1, 0, 1])]
     assert cut.confidence is not None and cut.confidence.tolist() == pytest.approx([0.9, 0.5, 0.4, 0.9, 0.8, 0.7])
-    assert draft.ended([{9}, {8}]) is draft
+    assert draft.useful([9, 9], [{9}, {8}]) is draft
 
 
 V = 10
