@@ -11,9 +11,8 @@ from dataclasses import replace
 from sameseed.batch import MAX_NODES
 from sameseed.cost.running import PromptCost
 from sameseed.engine.alarm import Alarm
-from sameseed.engine.output import OutputText
 from sameseed.engine.policies import RequestPolicies
-from sameseed.engine.running import Running
+from sameseed.engine.running import OutputText, Running
 from sameseed.engine.scheduler import Plan, Scheduler
 from sameseed.errors import RequestError, reason
 from sameseed.models.runner import ModelRunner

@@ -19,7 +19,7 @@ AREAS = {
     "processors": ("spec.sampling",),
     "verification": ("spec.verify", "spec.step", "drafters._choices"),
     "scheduler": ("engine.scheduler", "engine.running", "engine.engine"),
-    "ends": ("engine.output", "engine.running"),
+    "ends": ("engine.running",),
     "grammars": ("grammar",),
     "drafters' state": ("drafters._followers", "drafters.draft_model"),
     "operations": ("ops.reference",),

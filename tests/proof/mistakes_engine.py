@@ -5,8 +5,7 @@ from sameseed import batch
 from sameseed.drafters._followers import Followers
 from sameseed.drafters.parallel import ParallelDrafter
 from sameseed.engine.engine import Engine
-from sameseed.engine.output import OutputText
-from sameseed.engine.running import Running
+from sameseed.engine.running import OutputText, Running
 from sameseed.grammar import Choice
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.prefix import Prefixes

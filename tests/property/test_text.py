@@ -11,7 +11,7 @@ from fixtures_server import DONE
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
-from sameseed.engine.output import OutputText
+from sameseed.engine.running import OutputText
 from sameseed.grammar import Beginning, Choice
 from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.frames import Add, Piece

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from sameseed.cli import chat, console, flags
 from sameseed.cli.console import PLAIN_MARKS, TextWriter
-from sameseed.engine.output import OutputText
+from sameseed.engine.running import OutputText
 from sameseed.request import Delta, SamplingParams
 from sameseed.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import example, given
 
-from sameseed.engine.output import OutputText
+from sameseed.engine.running import OutputText
 
 
 class Pieces:
