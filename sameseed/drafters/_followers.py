@@ -21,7 +21,7 @@ from sameseed.errors import RequestError
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Grammar, Sequence
-from sameseed.spec.drafter import Below, Drafter, NoDrafter, Parts
+from sameseed.spec.drafter import Below, NoDrafter, Parts
 from sameseed.spec.step import decode_step
 
 if TYPE_CHECKING:
