@@ -63,10 +63,8 @@ def diagnose(counted: Counted, cost: RoundCost | None = None, plain_tokens_per_s
     found = tuple(faults.find(state, pricing))
     known: dict[str, Any] = {}
     if pricing.source is not None:
-        now = round(state.k) or 1
-        need = pricing.ratio(now, state.batch)
-        best, speed = pricing.best(state.batch)
-        known = {"need": need, "need_is": pricing.source, "speedup": state.length / need, "by_batch": pricing.table()}
+        need, (best, speed) = pricing.need, pricing.best
+        known = {"need": need, "need_is": pricing.source, "speedup": state.length / need, "by_batch": pricing.table}
         known |= {} if pricing.source == "bound" else {"best_k": best, "best_speedup": speed}
     return Diagnosis(
         counted.engine,

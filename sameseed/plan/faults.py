@@ -96,7 +96,7 @@ def _rightness(state: State, pricing: Pricing) -> Iterator[Fault]:
     """Faults of the draft's quality."""
     engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
     known = pricing.source not in (None, "bound")
-    shorter = (known and pricing.best(state.batch)[0]) or 1
+    shorter = (known and pricing.best[0]) or 1
     if first < USELESS:
         yield fault(engine, "useless draft", first=first)
     elif len(rest) >= 2 and first <= SPLIT and min(rest) >= FLAT:
@@ -147,16 +147,15 @@ def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
     """Faults of the draft length at this batch size."""
     if pricing.source is None:
         return
-    engine, now, batch = state.counted.engine, round(state.k) or 1, state.batch
-    longer = pricing.ratio(1, batch) - 1.0
+    engine, now, batch = state.counted.engine, state.now, state.batch
+    longer = pricing.ratio(1) - 1.0
     if pricing.source == "plain" and state.target_s is None and longer > SLOW and batch <= FEW:
         yield fault(engine, "slow rounds", longer=longer, batch=batch)
-    need, (best, speed) = pricing.ratio(now, batch), pricing.best(batch)
+    need, (best, speed), table = pricing.need, pricing.best, pricing.table
     if pricing.source == "bound" and state.length >= need:
         return  # a bound only: unknown whether this or another length pays
     bound = "at least " if pricing.source == "bound" else ""
     have = f"a round of {now} draft tokens needs {bound}{need:.2f} tokens, it has {state.length:.2f}"
-    table = pricing.table()
     if best == 0 and state.length < need and any(k for _, k in table):
         first = next(batch for batch, k in table if k == 0)
         rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (TABLE_END + 1, 0)])]
@@ -191,27 +190,19 @@ def _uneven(counted: Counted) -> float | None:
 
 def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
     """The verdict, in one sentence or two."""
-    now, main = round(state.k) or 1, found[0] if found else None
+    main, bound, have = found[0] if found else None, pricing.source == "bound", f"{state.length:.2f}"
     if pricing.source is None:
-        told = f"You have {state.length:.2f} tokens a round; what you need is not known"
+        told = f"You have {have} tokens a round; what you need is not known"
         told += " (give --plain-tokens-per-s, or --cost FILE)"
-        return _joined(told, main)
-    need = pricing.ratio(now, state.batch)
-    bound = pricing.source == "bound"
-    told = f"you need {'at least ' * bound}{need:.2f} tokens a round, you have {state.length:.2f}"
-    if state.length >= MARGIN * need:
-        if not bound:
-            return _joined(f"Speculation pays ({state.length / need:.2f} times plain decoding): {told}", main)
-        hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
-        return _joined(f"Y{told[1:]}{hint}", main)
-    if best := pricing.best(state.batch)[0]:
-        told += f": use k = {best}"
-        off = next((batch for batch, k in pricing.table() if k == 0), None)
-        told += f", and none from {off} clients on" if off else ""
     else:
-        told += ": turn it off at this load"
-    return _joined(f"Y{told[1:]}", main)
-
-
-def _joined(told: str, main: Fault | None) -> str:
+        need = f"{'at least ' * bound}{pricing.need:.2f} tokens a round, you have {have}"
+        if state.length < MARGIN * pricing.need:
+            k, off = pricing.best[0], next((batch for batch, k in pricing.table if k == 0), None)
+            use = f"use k = {k}" + (f", and none from {off} clients on" if off else "")
+            told = f"You need {need}: {use if k else 'turn it off at this load'}"
+        elif not bound:
+            told = f"Speculation pays ({state.length / pricing.need:.2f} times plain decoding): you need {need}"
+        else:
+            hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
+            told = f"You need {need}{hint}"
     return told if main is None else f"{told}. {main.sentence}"

@@ -231,7 +231,5 @@ def lengths_of(spec: SpecConfig) -> list[SpecConfig]:
 
 def tried(spec: SpecConfig) -> list[SpecConfig]:
     """A draft at the lengths of its trial: a chain's longest, or all sizes of a tree."""
-    sizes = sizes_of(spec)
-    return [
-        s for s in lengths_of(spec)[:-1] if s.num_draft_tokens in (sizes if Level.of(spec).branches else sizes[-1:])
-    ]
+    fixed = lengths_of(spec)[:-1]
+    return fixed if Level.of(spec).branches else fixed[-1:]

@@ -36,6 +36,11 @@ class State:
     overhead_s: float | None = None
 
     @property
+    def now(self) -> int:
+        """Draft tokens of a round, as a whole number from 1 on."""
+        return round(self.k) or 1
+
+    @property
     def acceptance(self) -> float:
         """Accepted over drafted tokens."""
         return (self.length - 1.0) / self.k if self.k else 0.0
@@ -131,23 +136,29 @@ class Pricing:
             plain = s.round_s - (s.draft_s or 0.0)
         return RoundCost(Curve([(s.batch, plain), (s.batch * (1 + s.k), s.round_s)]))
 
-    def ratio(self, k: int, batch: float) -> float:
+    def ratio(self, k: int) -> float:
         """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
-        x = expected(self.cost, self.state.rates, k, batch if self.source == "costs" else self.state.batch)
+        x = expected(self.cost, self.state.rates, k, self.state.batch)
         return x.seconds / x.plain
+
+    @property
+    def need(self) -> float:
+        """The tokens that a round with as many draft tokens as now needs to pay."""
+        return self.ratio(self.state.now)
 
     @property
     def _lengths(self) -> range:
         return range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
 
-    def best(self, batch: float) -> tuple[int, float]:
+    @cached_property
+    def best(self) -> tuple[int, float]:
         """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
-        return best(self.cost, self.state.rates, self._lengths, batch if self.source == "costs" else self.state.batch)
+        return best(self.cost, self.state.rates, self._lengths, self.state.batch)
 
+    @cached_property
     def table(self) -> tuple[tuple[int, int], ...]:
         """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
-        if self.source != "costs":
+        if self.known is None:
             return ()
-        return tuple(
-            (first, k) for first, _, k in lengths_by_batch(self.cost, self.state.rates, self._lengths, LARGEST)
-        )
+        rows = lengths_by_batch(self.cost, self.state.rates, self._lengths, LARGEST)
+        return tuple((first, k) for first, _, k in rows)
