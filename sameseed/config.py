@@ -76,11 +76,12 @@ class SpecConfig:
         return replace(change(self), below=tuple(b.with_each(change) for b in self.below))
 
 
-def draft_text(spec: SpecConfig) -> str:
-    """The drafter in the syntax of `parse_draft`, without settings: "ngram", "draft_model", "ngram > cascade"."""
+def draft_text(spec: SpecConfig, models: bool = False) -> str:
+    """The drafter without settings: "ngram", "ngram > cascade"; with `models`' names as `parse_draft` reads them."""
+    below = [draft_text(b, models) for b in spec.below]
     if spec.method == "first":
-        return " + ".join(f"({draft_text(b)})" if len(b.below) == 1 else draft_text(b) for b in spec.below)
-    return " > ".join([*(draft_text(b) for b in spec.below), spec.method])
+        return " + ".join(f"({text})" if len(b.below) == 1 else text for b, text in zip(spec.below, below))
+    return " > ".join([*below, spec.model if models and spec.model else spec.method])
 
 
 def owns(method: str) -> str:

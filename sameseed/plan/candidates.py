@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from sameseed import ops
-from sameseed.config import SpecConfig
+from sameseed.config import SpecConfig, draft_text
 from sameseed.cost.round import PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
@@ -27,7 +27,7 @@ from sameseed.measure.bench import Bench, Run, run_batch
 from sameseed.measure.quality.data import take
 from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
-from sameseed.plan.grid import LONGEST, Setting, TuneRequest, draft_specs, lengths_of, named, sizes_of, tried
+from sameseed.plan.grid import LONGEST, Setting, TuneRequest, draft_specs, lengths_of, sizes_of, tried
 from sameseed.plan.race import OFF, Contestant
 from sameseed.plan.trials import Trial, TrialRun
 from sameseed.tuned import Loser
@@ -230,7 +230,9 @@ def load_targets(
                 check_parts(resolve_model(asked.model), make_config(spec, **settings))
                 fitting.append(spec)
             except SameseedError as error:
-                lost.append(Loser({"setting": f"{named(spec)} for {form}"}, "impossible", note=str(error)))
+                lost.append(
+                    Loser({"setting": f"{draft_text(spec, models=True)} for {form}"}, "impossible", note=str(error))
+                )
         try:
             made.append(TargetBench(asked, form, kv_form, fitting, load))
         except SameseedError as error:

@@ -125,7 +125,7 @@ class Setting:
     @property
     def draft(self) -> str:
         """The draft as --draft takes it."""
-        return named(self.spec)
+        return draft_text(self.spec, models=True)
 
     @property
     def draft_format(self) -> str:
@@ -168,15 +168,6 @@ class Setting:
     def group(self) -> tuple[object, ...]:
         """Key of the settings that differ in draft length alone."""
         return *self.target, self.way
-
-
-def named(spec: SpecConfig) -> str:
-    """The draft as --draft takes it, such as "suffix + path/to/head": `draft_text` with the models' names."""
-    if not spec.below:
-        return spec.model or spec.method
-    if spec.model is None and draft_text(spec).count(" + "):
-        return " + ".join(named(b) for b in spec.below)
-    return " > ".join([*(named(b) for b in spec.below), spec.model or spec.method])
 
 
 def options_of(spec: SpecConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from sameseed import LLM
 from sameseed.cli import main
-from sameseed.config import SpecConfig
+from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.round import Drafted
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
@@ -74,6 +74,8 @@ def test_the_grid():
     )
     again = resolve(make_config(leaves.draft, policy="fixed", draft_options=options_of(found[2])).spec).spec
     assert again == found[2], "a profile's options say the same"
+    names = ["suffix + ngram > self_quant", "(ngram > embedded-draft) + suffix"]
+    assert [Setting("auto", "auto", parse_draft(name)).draft for name in names] == names
     few = draft_specs(asked(drafts=("ngram", "embedded-draft"), draft_vocabularies=("all", "auto")))
     assert [Setting("auto", "auto", spec).way for spec in few] == [
         "ngram",
