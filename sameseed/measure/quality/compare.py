@@ -67,14 +67,10 @@ class Comparing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Records of the variants (`EVAL_SCHEMA`), the baseline first, and their qualities.
-
-    `failed`: variants that failed while they were measured, by label, with the reason.
-    """
+    """Records of the variants (`EVAL_SCHEMA`), the baseline first, and by label why others `failed` in measuring."""
 
     records: list[dict[str, Any]]
-    qualities: list[Quality]
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str]
 
 
 def report(
@@ -156,7 +152,9 @@ def report(
         "num_prompts": len(prompts),
         "max_tokens_of_speed": asked.max_tokens,
     }
-    records = []
+    records = list[dict[str, Any]]()
+    # As a draft, it should reach the rate of the first variant of its model; for the baseline's model, rate 1.
+    rates: dict[str, float | None] = {base.model: 1.0}
     for i, (v, (config, figures)) in enumerate(speeds.items()):
         progress("as draft of the baseline", i, len(parsed))
         drafted, why = as_draft(base, v, prompts, asked)
@@ -170,12 +168,13 @@ def report(
             **figures,
             "as_draft": drafted,
             "notes": notes,
+            **_beside(qualities[v], qualities[base], notes, asked.quality.seed),
         }
-        made = make_record(v, asked.quality, qualities[v], {**config, **shared}, comparison)
-        records.append({**made, "run": run_id})
-    done = [qualities[v] for v in speeds]
-    _judge(list(speeds), records, done, asked.quality.seed)
-    return Comparison(records, done, {v.label: reason for v, reason in failed.items()})
+        records.append(make_record(v, asked.quality, qualities[v], {**config, **shared}, comparison))
+        records[-1]["run"] = run_id
+        comparison["warnings"] = warnings(records[-1], records[0], rates.get(v.model))
+        rates.setdefault(v.model, None if drafted is None else drafted["acceptance_rate"])
+    return Comparison(records, {v.label: reason for v, reason in failed.items()})
 
 
 def draft_spec(baseline: Variant, asked: Comparing) -> SpecConfig:
@@ -278,25 +277,18 @@ def as_draft(
     return _acceptance(run, asked.quality.seed), None
 
 
-def _judge(variants: list[Variant], records: list[dict[str, Any]], qualities: list[Quality], seed: int) -> None:
-    """Fill in each record's ratios to the baseline, and its warnings."""
-    base = qualities[0]
-    for v, made, quality in zip(variants, records, qualities, strict=True):
-        its, first = made["comparison"], variants[0] == v
-        its |= {"perplexity_ratio": None, "differences": {}}
-        if not first and quality.perplexity is not None and base.perplexity is not None:
-            if quality.perplexity.digest == base.perplexity.digest:
-                its["perplexity_ratio"] = estimate(*ratio(quality.perplexity, base.perplexity, seed))
-            else:
-                its["notes"].append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
-        for a, b in zip(quality.results, base.results, strict=True) if not first else ():
-            paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
-            its["differences"][a.task] = estimate(a.value - b.value, paired)
-        # As a draft, it should reach the rate of the first variant of its model; for the baseline's model, rate 1.
-        at = next(i for i, other in enumerate(variants) if other.model == v.model)
-        drafted = records[at]["comparison"]["as_draft"]
-        own_rate = 1.0 if not at else None if drafted is None or variants[at] == v else drafted["acceptance_rate"]
-        its["warnings"] = warnings(made, records[0], own_rate)
+def _beside(mine: Quality, base: Quality, notes: list[str], seed: int) -> dict[str, Any]:
+    """The ratio of perplexities and the differences of scores to the baseline's, or in `notes` why there is none."""
+    times, differences = None, dict[str, Any]()
+    if mine is not base and mine.perplexity is not None and base.perplexity is not None:
+        if mine.perplexity.digest == base.perplexity.digest:
+            times = estimate(*ratio(mine.perplexity, base.perplexity, seed))
+        else:
+            notes.append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
+    for a, b in zip(mine.results, base.results, strict=True) if mine is not base else ():
+        paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
+        differences[a.task] = estimate(a.value - b.value, paired)
+    return {"perplexity_ratio": times, "differences": differences}
 
 
 def warnings(made: Mapping[str, Any], base: Mapping[str, Any], own_rate: float | None) -> list[str]:

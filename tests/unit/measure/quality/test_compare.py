@@ -10,8 +10,9 @@ from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.measure.quality import compare, show
 from sameseed.measure.quality.compare import Comparing
+from sameseed.measure.quality.perplexity import Perplexity
 from sameseed.measure.quality.show import Variant
-from sameseed.measure.quality.tasks import EvalSettings
+from sameseed.measure.quality.tasks import EvalSettings, Quality, TaskResult
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +131,8 @@ def test_a_dead_baseline_and_lost_perplexity_are_said(found):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_model_that_overflows_is_said_and_its_record_is_json(found, asked, value, tmp_path):
-    quality = found.qualities[1]
-    broken = replace(quality, perplexity=replace(quality.perplexity, nll=np.full(99, value, np.float32)))
+    overflown = Perplexity(np.full(99, value, np.float32), 400, 64, 32, True)
+    broken = Quality(overflown, "a text", (TaskResult("humaneval", "pass@1", (0.0, 1.0)),))
     its = changed(found, 1, perplexity_ratio={"value": None, "interval": None})
     variant = Variant("embedded", "nf4")
     made = show.make_record(variant, asked.quality, broken, its["config"], its["comparison"])
