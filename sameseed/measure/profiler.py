@@ -15,7 +15,7 @@ import numpy as np
 from sameseed import devices, ops
 from sameseed.errors import ConfigError
 from sameseed.measure import usage
-from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, StoredModel
+from sameseed.measure.costs import PARTS, BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, ProfileGrid, TimedModel, cache_bytes
 from sameseed.measure.shapes import get_shape, shape_as_dict
@@ -205,10 +205,7 @@ class Profiler:
 
 def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
     """The fields `costs`, `prefill`, `batch` and `stored` of a Profile, from the seconds of every pass."""
-    costs: list[Cost] = []
-    prefill: list[Prefill] = []
-    batch: list[BatchDecode] = []
-    stored: list[StoredModel] = []
+    parts: dict[str, list[Any]] = {name: [] for name in PARTS}
     for x in candidates:
         if x.stored is None:
             continue
@@ -222,18 +219,18 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
             speed = job.rows / ms * 1e3
             if job.kind == "prefill":
                 share = compute_ms / ms
-                prefill.append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=share))
+                parts["prefill"].append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=share))
             elif job.kind == "batch":
-                batch.append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
+                parts["batch"].append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
             elif (one := x.samples.get(replace(job, rows=1))) is not None:
                 c = ms / (float(np.quantile(one, 0.5)) * 1e3)
                 timing |= {"c": c, "memory_ms": memory_ms, "compute_ms": compute_ms}
-                costs.append(Cost(*names, job.context, job.rows, **timing))
+                parts["costs"].append(Cost(*names, job.context, job.rows, **timing))
                 if job == x.chains[0]:
                     bandwidth = memory_ms / ms
         peak = x.stored.peak if x.stored.peak in limits.rates else "fp32"
-        stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
-    return {"costs": tuple(costs), "prefill": tuple(prefill), "batch": tuple(batch), "stored": tuple(stored)}
+        parts["stored"].append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
+    return {name: tuple(its) for name, its in parts.items()}
 
 
 def profile(

@@ -220,9 +220,8 @@ def _panel(
 ) -> Panel:
     series, form = [], ""
     for label, name in shown.items():
-        values = {variant: its[name] for variant, its in each.items() if its[name].value is not None}
-        form = next((f.form for f in values.values()), form)
-        points = [(variant, f.value) for variant, f in values.items() if f.value is not None]
-        spread = [(low, high) for f in values.values() for low, high in [f.interval or (f.value, f.value)]]
-        series.append(Series(label, points, spread=spread))  # type: ignore[arg-type]  # values without one are left out
+        bars = [(variant, f.value, f) for variant, its in each.items() for f in [its[name]] if f.value is not None]
+        form = bars[0][2].form if bars else form
+        spread = [(f.interval[0], f.interval[1]) if f.interval else (value, value) for _, value, f in bars]
+        series.append(Series(label, [(variant, value) for variant, value, _ in bars], spread=spread))
     return Panel(title, "", series, "across", level=start, form=form)
