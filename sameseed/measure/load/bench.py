@@ -18,9 +18,9 @@ import numpy as np
 
 from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, flag, within
-from sameseed.measure.load import outcome, prompts, wire
+from sameseed.measure.load import outcome, wire
 from sameseed.measure.load.outcome import Bounds
-from sameseed.measure.load.prompts import PromptSource, Shape
+from sameseed.measure.load.prompts import PromptSource, Shape, as_prompt
 from sameseed.measure.load.wire import Endpoint, Exchange
 from sameseed.measure.usage import Meter
 
@@ -162,11 +162,11 @@ class LoadBench:
                 "server's prefix cache; leave --strict out, or compare two servers with --baseline-url"
             )
         self.arms = [await self._known(arm) for arm in self.arms]
-        if self.settings.prompts in ("text", "random"):
-            self._source = await prompts.open_source(self.client, self.arms[0])
+        self._source = PromptSource(self.client, self.arms[0], self.settings.prompts)
+        await self._source.open()
         self._check_lengths()
         for endpoint in (arm for arm in self.arms if "speculation" in arm.fields):
-            text = prompts.as_prompt("one two three " * 4, endpoint.chat)
+            text = as_prompt("one two three " * 4, endpoint.chat)
             text |= {} if self.settings.strict else {"ignore_eos": True}  # an answer that ends at once tells nothing
             sent = await self._send(endpoint, self._body(endpoint, Shape(None, 24), text, 0, self._salt))
             found = outcome.read(sent)
@@ -196,7 +196,7 @@ class LoadBench:
     @property
     def tokenized(self) -> bool:
         """Whether prompts have exact token counts (the server tokenizes)."""
-        return self._source is not None and self._source.tokens is not None
+        return self._source is not None and bool(self._source.tokens)
 
     async def _known(self, endpoint: Endpoint) -> Endpoint:
         """The endpoint completed with the model's name and speculation. Raises ConfigError if there is no server."""
@@ -248,8 +248,8 @@ class LoadBench:
         """Run one arm once. The prompts and seeds of a repetition are the same for all arms."""
         s = self.settings
         seed = f"{s.seed} {shape.label} {level.label} {number}"
-        first = self.arms[0]  # the source was tokenized by this arm's server
-        made = await prompts.make_prompts(self.client, first, s.prompts, shape, count, seed, self._source)
+        assert self._source is not None, "prepared"
+        made = await self._source.make(shape, count, seed)
         salt = f"{self._salt} {arm.label} {seed}"
         bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
         send = partial(self._send, arm)

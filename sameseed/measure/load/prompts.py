@@ -52,120 +52,105 @@ def parse_shape(text: str, scale: float) -> Shape:
     return Shape(int(first), int(second)).scaled(scale)
 
 
-@dataclass(frozen=True)
 class PromptSource:
-    """Material for prompts: pieces of text and, if the server can tokenize, their tokens.
+    """Prompts of a kind: "text" (packaged texts in random order), "random" (tokens of them), or a file's name.
 
-    `characters`: mean characters per token, to choose a text's length when tokens are unknown.
+    The first two are cut to a length in the server's tokens, or by characters if it cannot tokenize.
     """
 
-    pieces: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...] | None
-    special: tuple[int, ...] = ()  # tokens that the tokenizer adds before a text
-    characters: float = 4.0
+    def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, kind: str) -> None:
+        """Raises ConfigError for a file that cannot be read."""
+        self.client, self.endpoint, self.kind = client, endpoint, kind
+        self.packaged = kind in ("text", "random")
+        files = [ASSETS / name for name in BUILT_IN] if self.packaged else [Path(kind)]
+        self.prompts = [prompt for file in files for prompt in read_prompts(file)]
+        self.tokens: list[list[int]] = []  # of each packaged text; empty if the server cannot tokenize
+        self.special: list[int] = []  # tokens that the tokenizer adds before a text
+        self.characters = 4.0  # per token, to choose a text's length when tokens are unknown
 
-    def draw(self, kind: str, count: int, noise: random.Random) -> list[int]:
-        """`count` tokens: the pieces in random order; for kind "random", random tokens that occur in the pieces.
+    async def open(self) -> None:
+        """Ask the server for the tokens of the packaged texts, if it has a route /tokenize."""
+        texts = [p.said for p in self.prompts] if self.packaged else []
+        first = await self.tokenize(texts[0], special=False) if texts else None
+        if first is None:
+            return
+        self.tokens = [first, *[await self.tokenize("\n\n" + text, special=False) or [] for text in texts[1:]]]
+        self.characters = sum(map(len, texts)) / max(1, sum(map(len, self.tokens)))
+        begun = await self.tokenize(texts[0], special=True) or []
+        if begun[-len(first) :] == first:
+            self.special = begun[: len(begun) - len(first)]
 
-        Both begin with the `special` tokens.
+    async def make(self, shape: Shape, count: int, seed: str) -> list[dict[str, Any]]:
+        """`count` prompts as fields of a request's body. Raises ConfigError.
+
+        Prompts of a file are taken in order from a random start, and wrap around at the end.
         """
-        assert self.tokens is not None
-        made = list(self.special)
-        if kind == "random":
-            return [*made, *noise.choices(sorted({t for piece in self.tokens for t in piece}), k=count)][:count]
-        while len(made) < count:
-            made += [t for piece in noise.sample(self.tokens, len(self.tokens)) for t in piece]
-        return made[:count]
-
-    def text(self, count: int, noise: random.Random) -> str:
-        """Text of about `count` tokens, by its number of characters."""
-        made, wanted = "", int(count * self.characters)
-        while len(made) < wanted:
-            made += "\n\n".join(noise.sample(self.pieces, len(self.pieces))) + "\n\n"
-        return made[:wanted]
-
-
-async def open_source(client: httpx.AsyncClient, endpoint: Endpoint) -> PromptSource:
-    """The built-in text, with the server's tokens if the server has a route /tokenize."""
-    prompts = [p for name in BUILT_IN for p in read_prompts(ASSETS / name)]
-    pieces = tuple(p.said for p in prompts)
-    tokens = [await tokenize(client, endpoint, piece, special=False) for piece in pieces[:1]]
-    if tokens[0] is None:
-        return PromptSource(pieces, None)
-    tokens += [await tokenize(client, endpoint, "\n\n" + piece, special=False) for piece in pieces[1:]]
-    begun = await tokenize(client, endpoint, pieces[0], special=True) or []
-    special = begun[: len(begun) - len(tokens[0])] if begun[-len(tokens[0]) :] == tokens[0] else []
-    found = tuple(tuple(t) for t in tokens if t)
-    characters = sum(map(len, pieces)) / max(1, sum(map(len, found)))
-    return PromptSource(pieces, found, tuple(special), characters)
-
-
-async def ask(client: httpx.AsyncClient, endpoint: Endpoint, route: str, **fields: Any) -> dict[str, Any]:
-    """The JSON answer of a route outside OpenAI's API; empty if the server does not have it."""
-    response = await client.post(f"{endpoint.url}/{route}", json={"model": endpoint.model, **fields})
-    return dict(response.json()) if response.status_code == 200 else {}
-
-
-async def tokenize(client: httpx.AsyncClient, endpoint: Endpoint, text: str, special: bool) -> list[int] | None:
-    """Token ids by the server; None if it cannot tokenize. The body has vLLM's and llama-server's field names."""
-    fields = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
-    found = (await ask(client, endpoint, "tokenize", **fields)).get("tokens")
-    return found if isinstance(found, list) and all(isinstance(t, int) for t in found) else None
-
-
-async def make_prompts(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    kind: str,
-    shape: Shape,
-    count: int,
-    seed: str,
-    source: PromptSource | None,
-) -> list[dict[str, Any]]:
-    """`count` prompts as fields of a request's body. `kind`: "text", "random", or a file. Raises ConfigError.
-
-    Prompts of a file are taken in order from a random start, and wrap around at the end.
-    """
-    noise = random.Random(f"prompts {seed}")
-    if source is None:
-        found = read_prompts(Path(kind))
-        start = noise.randrange(len(found))
-        chosen = [found[(start + i) % len(found)] for i in range(count)]
+        noise = random.Random(f"prompts {seed}")
+        if self.packaged:
+            return [await self._drawn(shape.num_input or 0, noise) for _ in range(count)]
+        start = noise.randrange(len(self.prompts))
+        chosen = [self.prompts[(start + i) % len(self.prompts)] for i in range(count)]
         if any(len(p.stop) > MOST_STOPS for p in chosen):
-            say_once(f"{kind}: of each prompt's stop strings the first {MOST_STOPS} are sent; the API takes no more")
-        return [await _body(client, endpoint, p, shape.num_output) for p in chosen]
-    assert shape.num_input is not None
-    if source.tokens is None and kind == "random":
-        raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
-    made: list[dict[str, Any]] = []
-    for _ in range(count):
-        tokens = [] if source.tokens is None else source.draw(kind, shape.num_input, noise)
-        if tokens and not endpoint.chat:
-            made.append({"prompt": tokens})
-            continue
-        told = await ask(client, endpoint, "detokenize", tokens=tokens[len(source.special) :]) if tokens else {}
+            say_once(
+                f"{self.kind}: of each prompt's stop strings the first {MOST_STOPS} are sent; the API takes no more"
+            )
+        return [await self._body(p, shape.num_output) for p in chosen]
+
+    async def _drawn(self, count: int, noise: random.Random) -> dict[str, Any]:
+        """A prompt of `count` tokens, as fields of a request's body."""
+        if not self.tokens and self.kind == "random":
+            raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
+        tokens = list(self.special) if self.tokens else []
+        if self.kind == "random":
+            tokens += noise.choices(sorted({t for piece in self.tokens for t in piece}), k=count)
+        while self.tokens and len(tokens) < count:
+            tokens += [t for piece in noise.sample(self.tokens, len(self.tokens)) for t in piece]
+        tokens = tokens[:count]
+        if tokens and not self.endpoint.chat:
+            return {"prompt": tokens}
+        told = await self.ask("detokenize", tokens=tokens[len(self.special) :]) if tokens else {}
         text = told.get("prompt", told.get("content"))
-        text = text if isinstance(text, str) else source.text(shape.num_input, noise)
-        made.append(as_prompt(text, endpoint.chat))
-    return made
+        if not isinstance(text, str):  # about so many tokens, by their characters
+            text, texts = "", [p.said for p in self.prompts]
+            while len(text) < int(count * self.characters):
+                text += "\n\n".join(noise.sample(texts, len(texts))) + "\n\n"
+            text = text[: int(count * self.characters)]
+        return as_prompt(text, self.endpoint.chat)
 
+    async def _body(self, prompt: Prompt, num_output: int) -> dict[str, Any]:
+        """A prompt as fields of a body. Before later turns stand the server's greedy answers to earlier turns."""
+        stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
+        if not self.endpoint.chat or not prompt.messages:
+            tokens = None
+            if prompt.clip and not self.endpoint.chat:
+                tokens = await self.tokenize(prompt.said, special=True)
+            return (
+                {"prompt": tokens[: prompt.clip], **stop}
+                if tokens
+                else as_prompt(prompt.said, self.endpoint.chat) | stop
+            )
+        messages = list(prompt.messages)
+        for turn in prompt.then:
+            asked = {"messages": messages, "max_tokens": num_output, "temperature": 0.0}
+            said = (await self.ask("v1/chat/completions", **asked)).get("choices")
+            if not said:
+                url = self.endpoint.url
+                raise ConfigError(f"{url} did not answer the first turn of prompt {prompt.id}; is --chat right?")
+            content = said[0]["message"]["content"] or ""
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": turn}]
+        return {"messages": messages, **stop}
 
-async def _body(client: httpx.AsyncClient, endpoint: Endpoint, prompt: Prompt, num_output: int) -> dict[str, Any]:
-    """A prompt as fields of a request's body. Before later turns stand the server's greedy answers to earlier turns."""
-    stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
-    if not endpoint.chat or not prompt.messages:
-        text = prompt.said
-        tokens = await tokenize(client, endpoint, text, special=True) if prompt.clip and not endpoint.chat else None
-        return {"prompt": tokens[: prompt.clip], **stop} if tokens else {**as_prompt(text, endpoint.chat), **stop}
-    messages = list(prompt.messages)
-    for turn in prompt.then:
-        asked = {"messages": messages, "max_tokens": num_output, "temperature": 0.0}
-        said = (await ask(client, endpoint, "v1/chat/completions", **asked)).get("choices")
-        if not said:
-            raise ConfigError(f"{endpoint.url} did not answer the first turn of prompt {prompt.id}; is --chat right?")
-        content = said[0]["message"]["content"] or ""
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": turn}]
-    return {"messages": messages, **stop}
+    async def ask(self, route: str, **fields: Any) -> dict[str, Any]:
+        """The JSON answer of a route outside OpenAI's API; empty if the server does not have it."""
+        body = {"model": self.endpoint.model, **fields}
+        response = await self.client.post(f"{self.endpoint.url}/{route}", json=body)
+        return dict(response.json()) if response.status_code == 200 else {}
+
+    async def tokenize(self, text: str, special: bool) -> list[int] | None:
+        """Token ids by the server; None if it cannot tokenize. The body has vLLM's and llama-server's field names."""
+        fields = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
+        found = (await self.ask("tokenize", **fields)).get("tokens")
+        return found if isinstance(found, list) and all(isinstance(t, int) for t in found) else None
 
 
 def as_prompt(text: str, chat: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fixtures_quality import problem, write_rows
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.bench import Bench
-from sameseed.measure.load import prompts as load_prompts
+from sameseed.measure.load.prompts import PromptSource, Shape
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.prompt_sets import ROW, SETS
 from sameseed.measure.workload import arms, prompts_name, read_prompts
@@ -158,19 +158,19 @@ def test_later_turns_follow_the_targets_own_answers(pair_folders, folder):
 async def test_a_server_is_asked_for_the_first_turns_answer(folder, monkeypatch):
     told = []
 
-    async def ask(client, endpoint, route, **fields):
+    async def ask(source, route, **fields):
         told.append({"route": route, **fields})
         if route == "tokenize":
             return {"tokens": list(range(999))}
         return {"choices": [{"message": {"content": "a whole"}}]}
 
-    monkeypatch.setattr(load_prompts, "ask", ask)
-    shape, client = load_prompts.Shape(None, 7), None
+    monkeypatch.setattr(PromptSource, "ask", ask)
+    shape, client = Shape(None, 7), None
     chat, plain = Endpoint("s", "http://s", "m", True), Endpoint("s", "http://s", "m", False)
 
     async def made(name, endpoint, count):
         kind = f"{name}:{folder}"
-        return await load_prompts.make_prompts(client, endpoint, kind, shape, count, "1", None)
+        return await PromptSource(client, endpoint, kind).make(shape, count, "1")
 
     bodies = sorted(await made("mt-bench", chat, 4), key=lambda body: len(body["messages"]))
     assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3]
