@@ -109,5 +109,4 @@ def _rates(job: Callable[[], object], work: float, repeats: int, threads: int, c
     from torch.utils.benchmark import Timer  # slow to import
 
     timer = Timer("job()", globals={"job": job}, num_threads=threads)
-    timer.timeit(1)  # warm-up
     return tuple(work / timer.timeit(calls).mean for _ in range(repeats))
