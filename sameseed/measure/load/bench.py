@@ -255,7 +255,8 @@ class LoadBench:
         send = partial(self._send, arm)
         pid = self.pids.get(arm.label)
         meter = None if pid is None else Meter(pid)
-        before, cpu, start = await self._counters(arm), time.process_time(), time.perf_counter()
+        before = outcome.counters(await wire.page(self.client, f"{arm.url}/metrics"))
+        cpu, start = time.process_time(), time.perf_counter()
         late: float | None = None
         if level.concurrency is not None:
             sent = await closed(send, bodies, level.concurrency, s.max_seconds)
@@ -268,7 +269,7 @@ class LoadBench:
             raise ConfigError(f"{arm.url} refuses every request, with {outcomes[0].error}: {outcomes[0].detail}")
         told = outcome.acceptance((o.speculation for o in outcomes if o.speculation), outcome.ANSWERED, "answers")
         if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
-            after = await self._counters(arm)
+            after = outcome.counters(await wire.page(self.client, f"{arm.url}/metrics"))
             if len(after) == len(outcome.COUNTERS):  # these counters include other clients' requests
                 gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
                 told = outcome.acceptance([gained], outcome.COUNTERS, "/metrics")
@@ -277,13 +278,3 @@ class LoadBench:
         if taken is not None:
             summary["usage"] = taken.as_dict(summary["num_output_tokens"])
         return Repetition(outcomes, summary)
-
-    async def _counters(self, endpoint: Endpoint) -> Mapping[str, float]:
-        """The server's speculation counters; empty if it has no /metrics."""
-        import httpx
-
-        try:
-            response = await self.client.get(endpoint.url + "/metrics")
-        except httpx.HTTPError:
-            return {}
-        return outcome.counters(response.text) if response.status_code == 200 else {}

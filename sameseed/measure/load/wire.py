@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sameseed.errors import ConfigError
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ImportError:
+    raise ConfigError("asking a server needs httpx; install it: pip install '.[study]'") from None
 
 log = logging.getLogger("sameseed")
 LOADING = 300.0  # most seconds to wait for a server that loads its model
@@ -114,11 +116,7 @@ def base_url(url: str) -> str:
 
 
 def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
-    """An HTTP client with `concurrency` connections, which ignores proxy settings. Raises ConfigError without httpx."""
-    try:
-        import httpx
-    except ImportError:
-        raise ConfigError("asking a server needs httpx; install it: pip install '.[study]'") from None
+    """An HTTP client with `concurrency` connections, which ignores proxy settings."""
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(timeout, connect=10.0),
@@ -129,8 +127,6 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
 
 async def await_ready(client: httpx.AsyncClient, url: str) -> None:
     """Wait, at most `LOADING` seconds, while /ready (sameseed) or /health (llama-server) answers 503."""
-    import httpx
-
     start, told = time.monotonic(), False
     with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):  # `introduce` says what is wrong
         for path in ("/ready", "/health"):
@@ -146,8 +142,6 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
 
     Raises ConfigError if there is no such server.
     """
-    import httpx
-
     try:
         response = await client.get(f"{endpoint.url}/{endpoint.version}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -169,6 +163,15 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
             "address of one"
         ) from None
     return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+
+
+async def page(client: httpx.AsyncClient, url: str) -> str:
+    """The text of a page; empty if there is none."""
+    try:
+        response = await client.get(url)
+    except httpx.HTTPError:
+        return ""
+    return response.text if response.status_code == 200 else ""
 
 
 async def exchange(
@@ -197,8 +200,6 @@ async def exchange(
 async def _attempts(
     client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str, Any], max_retries: int, made: Exchange
 ) -> None:
-    import httpx
-
     clock = time.perf_counter
     while True:
         answered = False
@@ -227,8 +228,6 @@ async def _attempts(
 
 
 def _kind(error: Exception) -> str:
-    import httpx
-
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return "no connection"
     if isinstance(error, httpx.TimeoutException):
