@@ -71,14 +71,14 @@ def run(argv: Seq[str], prog: str) -> int:
                 if p.wrong:
                     say(f"left out: {p.cell.name}: {p.wrong}", style="yellow", markup=False)
             tried = _runner.run(args.name, setup, planned, lambda text: say(text, markup=False, highlight=False))
-            written = _runner.write(args.name, setup, tried)
+            written, same = _runner.write(args.name, setup, tried)
     if args.dry_run:
         _show(planned)
         return 0
     for path in written:
         stderr_console().print(f"written: {path}", style="dim", markup=False)
     failed = any(after.wrong and not before.wrong for before, after in zip(planned, tried))
-    return 0 if _runner.same_texts(args.name, setup, planned) and not failed else 1
+    return 0 if same and not failed else 1
 
 
 def _models(args: StudyArgs) -> dict[str, str]:

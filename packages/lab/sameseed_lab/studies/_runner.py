@@ -95,10 +95,11 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
     return [replace(p, wrong=failed.get(p.digest, p.wrong)) for p in planned]
 
 
-def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
-    """Write the plots and the HTML page from the records of these cells; returns the files' paths.
+def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> tuple[list[Path], bool]:
+    """Write the plots and the HTML page from the records of these cells.
 
-    Raises ConfigError if there are no records.
+    Returns the files' paths, and whether speculation generated the texts of plain decoding in all records. Raises
+    ConfigError if there are no records.
     """
     study, wanted = load(name), {p.digest for p in planned}
     found = [r for r in _read(name, setup) if r.get("digest") in wanted]
@@ -117,10 +118,4 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> list[Path]:
         (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
     ]
     page.write_text(_page.render(name, study, report, found, left_out), encoding="utf-8")
-    return [page, *drawn]
-
-
-def same_texts(name: str, setup: StudySetup, planned: Seq[Planned]) -> bool:
-    """Whether speculation generated the texts of plain decoding in all records of these cells."""
-    wanted = {p.digest for p in planned}
-    return all(same_text(r) is not False for r in _read(name, setup) if r.get("digest") in wanted)
+    return [page, *drawn], all(same_text(r) is not False for r in found)
