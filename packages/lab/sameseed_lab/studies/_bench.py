@@ -148,7 +148,7 @@ class BenchCell:
                 (p, text, replace(params, temperature=warm)) for (p, params), text in zip(jobs, runs[arm][0].texts)
             ]
             if found := price(bench.llm.engine.runner, runner, texts):
-                made["price"] = {**asdict(found), "temperature": warm}
+                made["price"] = {**found, "temperature": warm}
         return made
 
 
@@ -161,26 +161,16 @@ def _costs(mine: Run, plain: Run) -> tuple[float, float]:
     return max(0.0, mine.times.target - mine.prefill) / steps / one, mine.times.draft / steps / one
 
 
-@dataclass(frozen=True)
-class Price:
-    """The price of exactness: acceptance of coupled sampling against that of min(1, p/q) on the same positions.
-
-    `coupled`: how often both models choose the same token with the same noise. `min_pq`: mean of sum(min(p, q)), the
-    probability with which the usual rule accepts a token drawn from q (Leviathan et al., 2023, theorem 3.5). Its text
-    depends on the drafter; with coupled sampling it does not (docs/concepts.md), which accepts somewhat less.
-    """
-
-    positions: int
-    coupled: float
-    min_pq: float
-
-
 def price(
     target: ModelRunner, draft: ModelRunner, texts: Seq[tuple[Seq[int], Seq[int], SamplingParams]]
-) -> Price | None:
-    """Compare target and draft at every position of `texts`: (prompt, the target's text, sampling parameters) each.
+) -> dict[str, float]:
+    """The price of exactness: acceptance of coupled sampling against that of min(1, p/q) on the same `positions`.
 
-    Both runners must be idle; their cache blocks are free again afterwards. None if there are no positions.
+    `texts`: (prompt, the target's text, sampling parameters) each. `coupled`: how often both models choose the same
+    token with the same noise. `min_pq`: mean of sum(min(p, q)), the probability with which the usual rule accepts a
+    token drawn from q (Leviathan et al., 2023, theorem 3.5). Its text depends on the drafter; with coupled sampling it
+    does not (docs/concepts.md), which accepts somewhat less. Empty if there are no positions. Both runners must be
+    idle; their cache blocks are free again afterwards.
     """
     alike, overlap = list[bool](), list[float]()
     for prompt, text, params in (job for job in texts if job[1]):
@@ -194,7 +184,9 @@ def price(
             path = text[:place]
             alike.append(choose(p, seq, path, ()) == choose(q, seq, path, ()))
             overlap.append(_shared(p, q, params))
-    return Price(len(alike), float(np.mean(alike)), float(np.mean(overlap))) if alike else None
+    if not alike:
+        return {}
+    return {"positions": len(alike), "coupled": float(np.mean(alike)), "min_pq": float(np.mean(overlap))}
 
 
 def _shared(its: NDArray[np.float32], mine: NDArray[np.float32], params: SamplingParams) -> float:
