@@ -165,12 +165,11 @@ async def test_a_server_is_asked_for_the_first_turns_answer(folder, monkeypatch)
         return {"choices": [{"message": {"content": "a whole"}}]}
 
     monkeypatch.setattr(PromptSource, "ask", ask)
-    shape, client = Shape(None, 7), None
     chat, plain = Endpoint("s", "http://s", "m", True), Endpoint("s", "http://s", "m", False)
 
     async def made(name, endpoint, count):
         kind = f"{name}:{folder}"
-        return await PromptSource(client, endpoint, kind).make(shape, count, "1")
+        return await PromptSource(None, endpoint, kind).make(Shape(None, 7), count, "1")
 
     bodies = sorted(await made("mt-bench", chat, 4), key=lambda body: len(body["messages"]))
     assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3]
