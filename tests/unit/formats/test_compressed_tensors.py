@@ -1,17 +1,10 @@
 """compressed-tensors, the library with which vLLM reads checkpoints, reads ours (where it is installed)."""
 
 import pytest
-import torch
+from fixtures_ops import randn
 
 from sameseed import scheme
 from sameseed.scheme import QuantScheme
-
-pytest.importorskip("compressed_tensors")
-
-
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
 
 WRITTEN = [
     "w4a16", "w4a16-channel", "w4a8-g32-asym", "w8a8", "w8a8-g64", "w8a16", "w8a16-g64", "fp8", "fp8-a8", "fp8-b128",
@@ -22,14 +15,14 @@ WRITTEN += ["fp8-a8-b128", "mxfp4", "mxfp4-mse"]
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("shape", [(256, 512), (200, 384)], ids=str)
 def test_what_we_write_is_decompressed_to_what_we_decode(name, shape):
-    from compressed_tensors.compressors.base import BaseCompressor
+    base = pytest.importorskip("compressed_tensors.compressors.base")  # takes seconds
     from compressed_tensors.quantization import QuantizationConfig
 
-    q = QuantScheme.parse(name).encode(randn(*shape))
+    q = QuantScheme.parse(name).encode(randn(*shape, seed=1))
     fmt = scheme.get(q.format)
     config = fmt.config(q)
     group = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    reader = BaseCompressor.get_value_from_registry(config["format"])
+    reader = base.BaseCompressor.get_value_from_registry(config["format"])
     tensors = {key.removeprefix("x."): value for key, value in fmt.checkpoint("x", q).items()}
     assert set(reader.compression_param_names(group)) == set(tensors)
     if q.format != "mxfp4":  # float32 scales: products in float32; mxfp4 is exact in bfloat16

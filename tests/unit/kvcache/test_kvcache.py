@@ -199,7 +199,7 @@ def test_texts_do_not_depend_on_drafts_chunks_or_company(temperature, pair):
     prompts = [(p * 40)[:n] for p, n in zip(random_prompts(4, seed=6, longest=30)[1:], (186, 205, 225))] + [one]
     asked = SamplingParams(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)
     plain = texts(run(make_engine(pair, kv="fp32+int4"), prompts, asked, alone=True))
-    assert plain != texts(run(make_engine(pair, kv="fp32"), prompts, asked, alone=True))
+    assert plain != texts(run(make_engine(pair, kv="fp32"), prompts, asked))
     for method, rows, block in (("none", 12, 4), ("draft_model", 512, 16), ("eagle", 40, 8)):
         engine = make_engine(pair, method, k=5, kv="fp32+int4", rows=rows, block=block)
         assert texts(run(engine, prompts, asked)) == plain, method
