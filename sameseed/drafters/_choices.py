@@ -146,18 +146,12 @@ class Guesses:
         self, rows: NDArray[np.float32], seq: Sequence, depth: int, count: int, paths: Callable[[], Seq[Seq[int]]]
     ) -> tuple[Ints, Floats]:
         """`likely` after each of `paths`, which have `depth` tokens, with all penalties, bias and bans."""
-        if sampling.needs_adjusting(seq, depth):
-            return self.adjusted(rows, seq, paths(), count)
-        return likely(rows, seq, depth, count, self.target_ids)
-
-    def adjusted(
-        self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int
-    ) -> tuple[Ints, Floats]:
-        """`likely` after each path with penalties, bias and bans, which need rows over the target's vocabulary."""
+        if not sampling.needs_adjusting(seq, depth):
+            return likely(rows, seq, depth, count, self.target_ids)
         tokens, log_probs = np.zeros((len(rows), count), np.int64), np.full((len(rows), count), -np.inf)
-        for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
+        for i, (row, path) in enumerate(zip(rows, paths(), strict=True)):
             whole = row
-            if self.target_ids is not None:
+            if self.target_ids is not None:  # what adjusts needs a row over the target's vocabulary
                 whole = np.full(self.vocab_size, -np.inf, np.float32)
                 whole[self.target_ids] = row
             # A grammar that took too much time raises: this path gets no candidates, the other sequences go on.

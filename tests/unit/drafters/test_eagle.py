@@ -12,7 +12,6 @@ from lawkit import MODEL_VOCAB, SAMPLED, assert_nothing_left, load_pair, random_
 
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from sameseed.drafters._choices import likely
 from sameseed.drafters.eagle import Tree
 from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
@@ -21,7 +20,7 @@ from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Span, level_metrics
-from sameseed.spec.sampling import HAS_NATIVE, choose, needs_adjusting
+from sameseed.spec.sampling import HAS_NATIVE, choose
 from sameseed.spec.step import decode_step
 
 PROMPTS = random_prompts(5, seed=4)
@@ -154,10 +153,7 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy):
         for i in range(60):
             logits = (0.5 if flat else 3) * torch.randn(MODEL_VOCAB, generator=generator)
             seq, rows = Sequence(i, PROMPTS[4], asked, 100 + i), logits[None].numpy()
-            if needs_adjusting(seq, 2):
-                found = drafter.guesses.adjusted(rows, seq, [[3, 4]], 4)
-            else:
-                found = likely(rows, seq, 2, 4, drafter.guesses.target_ids)
+            found = drafter.guesses.after(rows, seq, 2, 4, lambda: [[3, 4]])
             tokens, log_probs = (x[0].tolist() for x in found)
             right += tokens[0] == choose(logits.numpy(), seq, [3, 4], ())
             assert len(set(tokens)) == 4
