@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sameseed.formats import _kv4
-from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped
+from sameseed.formats._coded import Coded, bf16_scales, compressed_tensors, divided, grouped, packed_bytes
 from sameseed.formats._hadamard import hadamard
 from sameseed.scheme import QuantArgs, QuantTensor, plain
 
@@ -77,10 +77,8 @@ class Int4(Coded):
 
 def pack_int32(codes: Tensor, bits: int = 4) -> Tensor:
     """Codes uint8 [N, W] of 4 or 8 bits as int32 [N, ceil(W * bits / 32)], padded with zeros."""
-    count = 32 // bits
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % count)).view(codes.shape[0], -1, count).long()
-    packed = (padded << torch.arange(0, 32, bits, device=codes.device)).sum(-1)  # 0..2^32 - 1
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    return packed_bytes(padded, bits).view(torch.int32)
 
 
 FORMAT = Int4()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.formats._coded import Coded, compressed_tensors, grouped
+from sameseed.formats._coded import Coded, compressed_tensors, grouped, packed_bytes
 from sameseed.scheme import SMALLEST, QuantArgs, QuantTensor, plain
 
 # e2m1: sign, two bits of exponent, one of mantissa.
@@ -65,7 +65,7 @@ class MXFP4(Coded):
                 f"tensor {name} has rows of {q.shape[1]}, no multiple of 32: mxfp4 is stored in blocks of 32"
             )
         return {
-            f"{name}.weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+            f"{name}.weight_packed": packed_bytes(codes, 4),
             f"{name}.weight_scale": to_e8m0(q.parts["scales"]),
         }
 
