@@ -112,19 +112,8 @@ def single(q: QuantTensor) -> QuantTensor:
 
 
 def nearest(x: Tensor) -> Tensor:
-    """Codes uint8 of the nearest table value (the lower one on a tie).
-
-    x is sorted into buckets that are far narrower than the gaps between borders. So only the border nearest to the
-    bucket has to be compared with x, even where rounding put x into the next bucket.
-    """
-    bucket = (x + 1).mul_(_BUCKETS / 2).long().clamp_(0, _BUCKETS - 1)
-    near = _NEAR_BORDER.to(x.device).take(bucket)
-    return (x > BORDERS.to(x.device).take(near)).view(torch.uint8) + near.to(torch.uint8)
-
-
-_BUCKETS = 1024  # of equal width, from -1 to 1
-_CENTRES = (torch.arange(_BUCKETS) + 0.5) / (_BUCKETS / 2) - 1
-_NEAR_BORDER = (_CENTRES[:, None] - BORDERS[None, :]).abs().argmin(1)
+    """Codes uint8 of the nearest table value (the lower one on a tie)."""
+    return torch.bucketize(x, BORDERS.to(x.device), out_int32=True).to(torch.uint8)
 
 
 FORMAT = NF4()
