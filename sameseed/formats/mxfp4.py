@@ -23,7 +23,8 @@ class MXFP4(Coded):
 
     scale = 2^(floor(log2 absmax) - 2), as the specification says. So absmax lies below 8 scales, and values beyond 6
     scales are clamped to 6. The error is at most half a step, or 2 scales where a value is clamped. `-mse` doubles the
-    scale where that lowers the squared error of the block. NaN in a block makes its scale NaN (e8m0 255).
+    scale where that lowers the squared error of the block. NaN in a block makes its scale NaN (e8m0 255). A checkpoint
+    has one byte per scale (4.25 bits).
     """
 
     name = "mxfp4"
@@ -49,10 +50,6 @@ class MXFP4(Coded):
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return TABLE.to(codes.device)[codes.long()]
-
-    def bits_per_weight(self, width: int, args: QuantArgs) -> float:
-        """Bits in memory, with bfloat16 scales. A checkpoint has one byte per scale (4.25 bits with blocks of 32)."""
-        return self.bits + 16 / (args.group or width)
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' mxfp4-pack-quantized layout: two codes per byte, the first in its low half.

@@ -9,7 +9,7 @@ from fixtures_ops import randn
 
 from sameseed import scheme
 from sameseed.formats import _dynamic8
-from sameseed.formats.nf4 import BORDERS, STATE, TABLE, nearest, single
+from sameseed.formats.nf4 import STATE, TABLE, single
 from sameseed.scheme import QuantArgs, QuantScheme
 
 NF4 = scheme.get("nf4")
@@ -23,12 +23,6 @@ def test_the_table_is_that_of_normal_quantiles():
     lower = -normal.icdf(torch.linspace(offset, 0.5, 8))[:-1]
     wanted = torch.cat([lower, torch.zeros(1), upper]).sort().values
     torch.testing.assert_close(TABLE, wanted / wanted.max(), rtol=1e-5, atol=1e-6)
-
-
-def test_nearest_at_the_borders():
-    inf = torch.tensor(torch.inf)
-    x = torch.cat([torch.linspace(-1.01, 1.01, 100_001), BORDERS, BORDERS.nextafter(inf), BORDERS.nextafter(-inf)])
-    assert nearest(x).equal(torch.bucketize(x, BORDERS).to(torch.uint8))
 
 
 def test_absmax_scales_of_64():
