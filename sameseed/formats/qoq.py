@@ -48,11 +48,8 @@ class QoQ(Coded):
             better = other_error < error
             codes, zeros = torch.where(better, other_codes, codes), torch.where(better, other_zeros, zeros)
             steps = torch.where(better.squeeze(-1), smaller, steps)
-        return self.leveled(codes.to(torch.uint8), steps, zeros.squeeze(-1).to(torch.uint8), channel)
-
-    def leveled(self, codes: Tensor, steps: Tensor, zeros: Tensor, channel: Tensor) -> QuantTensor:
-        """Build a weight from codes [O, K] (or in groups), steps and zeros [O, K / G], and channel scales [O, 1]."""
-        q = self.stored(codes, steps.float() * channel.float(), zeros.contiguous())
+        zeros = zeros.squeeze(-1).to(torch.uint8).contiguous()
+        q = self.stored(codes.to(torch.uint8), steps.float() * channel.float(), zeros)
         return replace(q, parts={**q.parts, "channel": channel.contiguous()})
 
     def bits_per_weight(self, width: int, args: QuantArgs) -> float:
