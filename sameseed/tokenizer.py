@@ -59,6 +59,10 @@ class Tokenizer(habits.Hinted):
         found = {backend.token_to_id(piece): bytes([int(piece[3:5], 16)]) for piece in spelled}
         self.byte_tokens = {t: byte for t, byte in found.items() if t is not None}  # tokens that stand for one byte
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State for another process, which compiles the templates again."""
+        return vars(self) | {"_compiled": {}}
+
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and the files beside it that transformers reads. Raises ModelLoadError."""
