@@ -51,11 +51,14 @@ def setting(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-def check(options: object) -> None:
-    """Raise ConfigError if a field of a dataclass holds a value of another type, or a number out of its range."""
-    for name, kind in hints(type(options)).items():
-        value_of(kind, getattr(options, name), name)
-    check_ranges(options)
+def check(options: object, error: type[SameseedError] = ConfigError) -> None:
+    """Raise `error` if a field of a dataclass holds a value of another type, or a number out of its range."""
+    try:
+        for name, kind in hints(type(options)).items():
+            value_of(kind, getattr(options, name), name)
+        check_ranges(options)
+    except ConfigError as found:
+        raise error(str(found)) from None
 
 
 def check_ranges(options: object, name: Callable[[str], str] = str) -> None:

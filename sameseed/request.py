@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from sameseed import fields, habits
-from sameseed.errors import ConfigError, RequestError
+from sameseed.errors import RequestError
 from sameseed.fields import LARGEST, setting, within
 
 MAX_SEED = 2**63 - 1
@@ -74,7 +74,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        _check(self)
+        fields.check(self, RequestError)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
@@ -118,14 +118,6 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         raise RequestError(f"{name}: token ids must lie in 0..{vocab_size - 1}, the model's vocabulary", name)
 
 
-def _check(options: object) -> None:
-    """Raise RequestError if a field of a dataclass has another type, or lies out of its range."""
-    try:
-        fields.check(options)
-    except ConfigError as error:
-        raise RequestError(str(error)) from None
-
-
 SPECULATION_POLICIES = ("off", "fixed", "history", "disco", "goodput")
 
 
@@ -137,7 +129,7 @@ class Speculation:
     num_draft_tokens: int | None = within(None, 0, 64)
 
     def __post_init__(self) -> None:
-        _check(self)
+        fields.check(self, RequestError)
         if self.policy is not None and self.policy not in SPECULATION_POLICIES:
             raise RequestError(f"speculation must be one of {', '.join(SPECULATION_POLICIES)}, got {self.policy!r}")
 
