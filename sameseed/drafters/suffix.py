@@ -37,7 +37,7 @@ class SuffixDrafter(Drafter):
         min_probability: float = within(0.1, 0, 1, help="the least path probability of a node, estimated from counts")
         max_places: int = within(32, 1, help="how many places of an n-gram are kept, the latest ones")
         past: str = setting("tenant", "which past requests are used: those of the same tenant, all, or none")
-        max_tokens: int = within(1_000_000, 1, help="most tokens of past requests, in memory and in the store")
+        max_tokens: int = within(1_000_000, 1, help="most tokens of past requests that are kept; the oldest go")
         store: str = setting("", "a file that keeps past requests between runs (with past = all)")
 
         def __post_init__(self) -> None:
