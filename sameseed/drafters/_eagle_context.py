@@ -137,8 +137,9 @@ class Contexts:
         """
         hidden = hidden.clone() if hidden.is_cuda else hidden  # the next pass may write there
         parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
+        apart = 1 < len(spans) < len(hidden)  # else a few rows would keep those of others' prompts in memory
         for seq, span, rows in zip(seqs, spans, parts, strict=True):
-            self._add(seq, span, rows)
+            self._add(seq, span, rows.clone() if apart else rows)
 
     def _add(self, seq: Sequence, span: Span, rows: Tensor) -> None:
         context = self._contexts.get(seq.seq_id)
