@@ -68,6 +68,8 @@ def likeliest(evidence: Evidence, where: str, at: int, token: ScoredToken) -> No
     if token.logprob is None:
         return
     values = dict(token.top) | {token.token: token.logprob}
+    if any(not name or any(mark in name for mark in UNREADABLE) for name in values):
+        return  # different tokens may share such a name
     best, best_value = max(token.top, key=lambda t: t[1], default=(token.token, token.logprob))
     evidence.count("log_probabilities")
     if token.logprob < best_value - TIE:

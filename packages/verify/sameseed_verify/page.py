@@ -38,12 +38,8 @@ def counts_text(report: Mapping[str, Any]) -> str:
     """The number of promises with each verdict, in words."""
     statuses = [p["status"] for p in report["promises"]]
     said = [(statuses.count(s), s) for s in (HOLDS, BROKEN, NOT_SHOWN) if s in statuses]
-    words = {
-        HOLDS: ("holds", "hold"),
-        BROKEN: ("is broken", "are broken"),
-        NOT_SHOWN: ("is not shown", "are not shown"),
-    }
-    return ", ".join(f"{n} {words[s][n != 1]}" for n, s in said)
+    verbs = {HOLDS: ("holds", "hold"), BROKEN: ("is broken", "are broken")}
+    return ", ".join(f"{n} {verbs.get(s, ('is not shown', 'are not shown'))[n != 1]}" for n, s in said)
 
 
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)

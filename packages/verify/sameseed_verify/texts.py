@@ -180,7 +180,11 @@ async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
         if without.num_drafted:
             evidence.count("drafted_though_off", without.num_drafted)
     evidence.numbers |= {"draft_tokens": drafted, "accepted": accepted, "rejected": drafted - accepted}
-    if not drafted:
+    if still := int(evidence.numbers.get("drafted_though_off", 0)):
+        evidence.missing = (
+            f"{still} tokens were drafted though requests switched that off: the server reads no such field"
+        )
+    elif not drafted:
         evidence.missing = "nothing was drafted: start the server with a draft"
     elif drafted < LEAST_DRAFTED or not 0 < accepted < drafted:
         evidence.missing = (

@@ -153,19 +153,16 @@ class PromiseServer:
         end: dict[str, Any] = {"usage": usage}
         if "speculation" not in self.lacks and "extras" not in self.lacks:
             drafted = {"num_draft_tokens": len(text), "num_accepted_draft_tokens": len(text) // 2}
-            end["metrics"] = {"speculative_decoding": None if body.get("speculation") == "off" else drafted}
+            asked = sum(b.get("speculation") == "off" for b in self.seen)
+            off = body.get("speculation") == "off" and (self.fault != "drafts though off" or asked == 1)
+            end["metrics"] = {"speculative_decoding": None if off else drafted}
         ids = {"token_ids": [ord(c) for c in text], "prompt_token_ids": [ord(c) for c in prompt]}
         ids = ids if body.get("return_token_ids") else {}
         chat = "messages" in body
         if not body["stream"]:
             said = {"message": {"content": text}} if chat else {"text": text}
-            choice = {
-                "index": 0,
-                **said,
-                "finish_reason": "length",
-                **ids,
-                "logprobs": self._scores(body, prompt, tokens),
-            }
+            scores = self._scores(body, prompt, tokens)
+            choice = {"index": 0, **said, "finish_reason": "length", **ids, "logprobs": scores}
             return [json.dumps({"choices": [choice], **end}).encode()]
         events: list[dict[str, Any]] = [
             {"choices": [{"index": 0, **({"delta": {"content": c}} if chat else {"text": c}), "finish_reason": None}]}

@@ -13,7 +13,9 @@ import pytest
 from fixtures_promises import PromiseServer
 
 from sameseed_verify import VerifyError
-from sameseed_verify.inquiry import VerifyServerArgs
+from sameseed_verify.ask import ScoredToken
+from sameseed_verify.inquiry import Evidence, VerifyServerArgs
+from sameseed_verify.numbers import likeliest
 from sameseed_verify.page import render
 from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, check, verify
 
@@ -60,23 +62,13 @@ async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("repeat", "repeat"),
-        ("load", "load"),
-        ("stream", "stream"),
-        ("prefix", "prefix"),
-        ("speculation", "speculation"),
-        ("seed ignored", "seeds"),
-        ("seed under load", "seeds"),
-        ("ties", "ties"),
-        ("equal tokens", "ties"),
-        ("text with log-probabilities", "logprobs"),
-        ("not the likeliest", "logprobs"),
-        ("sums above 1", "logprobs"),
-        ("tokens of another text", "logprobs"),
-        ("scored otherwise", "logprobs"),
+        ("repeat", "repeat"), ("load", "load"), ("stream", "stream"), ("prefix", "prefix"),
+        ("speculation", "speculation"), ("seed ignored", "seeds"), ("seed under load", "seeds"), ("ties", "ties"),
+        ("equal tokens", "ties"), ("text with log-probabilities", "logprobs"), ("not the likeliest", "logprobs"),
+        ("sums above 1", "logprobs"), ("tokens of another text", "logprobs"), ("scored otherwise", "logprobs"),
         ("zeros for drafted tokens", "logprobs"),
     ],
-)
+)  # fmt: skip
 async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
     made = await inquire(PromiseServer(fault))
     found = entry(made, name)
@@ -120,6 +112,13 @@ async def test_a_server_that_changes_with_time() -> None:
     assert [n for n, status in statuses(made).items() if status == "broken"] == ["later"]
 
 
+@pytest.mark.parametrize(("name", "differing"), [("", 0), ("\ufffd", 0), ("b", 2)])
+def test_tokens_that_share_a_name_are_not_compared_by_it(name: str, differing: int) -> None:
+    """As parts of characters do on llama-server."""
+    likeliest(evidence := Evidence(), "", 0, ScoredToken(name, -0.3, (("c", -0.2), ("a", -1.9))))
+    assert evidence.differing == differing
+
+
 async def test_what_a_server_lacks_is_said() -> None:
     made = await inquire(PromiseServer(lacks=("seeds", "logprobs", "speculation", "hits")))
     for name, says in (
@@ -132,6 +131,8 @@ async def test_what_a_server_lacks_is_said() -> None:
         found = entry(made, name)
         assert found["status"] == "not shown" and says in found["why"], found["why"]
     assert all(entry(made, name)["status"] == "holds" for name in ("repeat", "load", "stream", "later"))
+    unread = entry(await inquire(PromiseServer("drafts though off")), "speculation")
+    assert unread["status"] == "not shown" and "though requests switched" in unread["why"], "as on llama-server"
     assert made["verdict"] == "not shown" and EXIT_CODES[made["verdict"]] == 3
     assert "--enable-prompt-tokens-details" in entry(made, "prefix")["advice"] and "--enable-prompt" in render(made)
     some = await inquire(PromiseServer(lacks=("seeds",)), replace(SETTINGS, only=("repeat", "load")))
