@@ -17,6 +17,7 @@ from sameseed.devices import cpu_name, native_threads
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits, measure_limits
+from sameseed.measure.profile_report import threads_text
 from sameseed.measure.shapes import get_shape
 from sameseed.plan.estimate import Estimate, Question, estimate, given_limits, read_bytes
 from sameseed.report import table as layout
@@ -61,11 +62,7 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
         raise ConfigError("--cost says what the machine can do: leave out --machine-read and --machine-ops")
     costs = Profile.read(args.cost)
     cpu = costs.machine.get("cpu", "?")
-    return estimate(asked, costs), f"{cpu}, {_threads(costs.threads)}, as profiled {costs.date[:10]}"
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' * (number != 1)}"
+    return estimate(asked, costs), f"{cpu}, {threads_text(costs.threads)}, as profiled {costs.date[:10]}"
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:
@@ -74,7 +71,7 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
     limits, name = given_limits(args.machine_read, args.machine_ops, threads), "a machine"
     if limits is None:
         ops.set_num_threads(threads)
-        limits, name = measure_limits(threads), f"{cpu_name()}, {_threads(threads)}"
+        limits, name = measure_limits(threads), f"{cpu_name()}, {threads_text(threads)}"
     reads = f"{limits.read / 1e9:.1f} GB/s, {limits.peak('int8') / 1e12:.2f} int8 and "
     busy = os.getloadavg()[0] > threads and limits.source != "given"
     note = " (other work runs here now: a quiet machine does more)" if busy else ""
@@ -132,3 +129,5 @@ def _remarks(found: Seq[Estimate]) -> Iterator[str]:
             yield f"{e.format}, {draft}: best length by texts at once: {lengths}"
     for draft, source in found[0].acceptance.items():
         yield f"acceptance of {draft}: {source}"
+    if found[0].experts:
+        yield f"distinct experts: {found[0].experts}"

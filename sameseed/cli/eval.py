@@ -8,15 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sameseed.cli.console import (
-    check_outputs,
-    keep,
-    load_llm,
-    note,
-    show_table,
-    stages,
-    stdout_console,
-)
+from sameseed.cli.console import check_outputs, keep, load_llm, note, show_table, stages, stdout_console
 from sameseed.cli.flags import EvalArgs
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, words
 from sameseed.errors import ConfigError

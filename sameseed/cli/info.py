@@ -18,6 +18,7 @@ from sameseed import devices, registry, scheme
 from sameseed.cli.console import show_table, stdout_console
 from sameseed.cli.flags import InfoArgs
 from sameseed.cli.options import Parsed
+from sameseed.cost.experts import counted, in_words
 from sameseed.errors import ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.shapes import SHAPES
@@ -160,7 +161,7 @@ def _model(name: str) -> dict[str, Any]:
         whole = head.draft_vocab_size == config.vocab_size
         borrowed = ("embed_tokens.weight", "d2t", *(["lm_head.weight"] if whole else []))
         parameters = sum(math.prod(shape) for n, shape in head.tensors().items() if n not in borrowed)
-    card = folder / "README.md"
+    card, experts = folder / "README.md", in_words(counted(config, folder))
     licence = re.search(r"^license: *(\S+)", card.read_text("utf-8") if card.exists() else "", re.MULTILINE)
     return {
         "parameters": parameters,
@@ -172,6 +173,7 @@ def _model(name: str) -> dict[str, Any]:
         "bytes": sum(f.stat().st_size for f in ([folder] if folder.is_file() else folder.glob("*.safetensors"))),
         "card": str(card) if card.exists() else None,
         "license": licence and licence[1],
+        **({"distinct_experts": experts} if experts else {}),
         **({} if head is not None else _named(folder)),
     }
 

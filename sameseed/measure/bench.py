@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sameseed.cost import experts
 from sameseed.cost.curve import Curve
 from sameseed.cost.prediction import Prediction, RunCounts, draft_curve, predict
 from sameseed.engine.calibrate import LONG, ROWS, measure_curve, measure_rounds
@@ -142,7 +143,7 @@ class Bench:
         next. The prefix cache is off: all arms run the same prompts, and only the first would compute them.
         """
         settings = {**settings, "prefix_cache": False}
-        self.arms = list(arms)
+        self.arms, self._model = list(arms), model
         self._engines: dict[object, Engine] = {}  # by drafter; they share the target and its cache
         self._policies: dict[Arm, LengthPolicy] = {}
         self._answers: dict[tuple[tuple[int, ...], str], str] = {}  # answers to earlier turns, by (tokens, parameters)
@@ -177,6 +178,7 @@ class Bench:
         engine = self.install(arm)
         key = _key(arm)
         if self._target is None:
+            experts.count(self.llm.engine.runner, resolve_model(self._model), plain.completions)
             self._target = measure_curve(engine.runner)
         if key not in self._curves:  # up to the rows of a prompt, which the draft model reads too
             self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 64)))

@@ -33,7 +33,7 @@ def tables(profile: Profile) -> Iterator[Table]:
 def limits_table(profile: Profile) -> Table:
     """The machine's limits, and the instruction or method that each was measured with."""
     limits = profile.limits
-    title = f"machine: {profile.machine.get('cpu', '')}, {_threads(profile)}"
+    title = f"machine: {profile.machine.get('cpu', '')}, {threads_text(profile.threads)}"
     table = layout.table(title, ("limit", "", "measured with"))
     table.add_row(
         "read", f"{limits.read / 1e9:.1f} GB/s", "huge pages and prefetch" if limits.source == "native" else "torch"
@@ -83,8 +83,9 @@ def format_table(profile: Profile) -> Table:
     return table
 
 
-def _threads(profile: Profile) -> str:
-    return f"{profile.threads} thread{'s' * (profile.threads != 1)}"
+def threads_text(number: int) -> str:
+    """A number of threads in words."""
+    return f"{number} thread{'s' * (number != 1)}"
 
 
 def _size(count: float) -> str:
@@ -118,7 +119,9 @@ def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     ]
     where = {"machine": profile.machine, "commit": profile.commit, "time": profile.date}
     about = source(where, *_limits(profile), "bands: 10th to 90th percentile", "interrupted" * profile.interrupted)
-    return draw(panels, path, f"{profile.shape['name']}: {_threads(profile)}, {cached} tokens cached", about)
+    return draw(
+        panels, path, f"{profile.shape['name']}: {threads_text(profile.threads)}, {cached} tokens cached", about
+    )
 
 
 def _series(profile: Profile, y: Callable[[Cost], float]) -> list[Series]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sameseed import devices, ops
+from sameseed.cost.experts import counted
 from sameseed.errors import ConfigError
 from sameseed.measure import usage
 from sameseed.measure.costs import PARTS, BatchDecode, Cost, Prefill, Profile, Report, StoredModel
@@ -80,7 +81,7 @@ class Profiler:
     def _candidates(self, role: str, shape: str | None, model: str | None, formats: Seq[str]) -> list[Candidate]:
         """A shape or a model in each format."""
         folder = None if shape is not None else resolve_model(model or "")
-        config = get_shape(shape or "") if folder is None else read_config(folder)
+        config = get_shape(shape or "") if folder is None else counted(read_config(folder), folder)
         self.names[role] = (shape or "").lower() if folder is None else record.model_name(model or "")
         if role == "target" and self.grid.layers is not None:
             config = replace(config, num_layers=self.grid.layers, windows=config.windows[: self.grid.layers])

@@ -33,4 +33,6 @@ def shape_as_dict(name: str, config: ModelConfig) -> dict[str, object]:
     """A shape as plain data for a record."""
     facts = "architecture num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim "
     facts += "vocab_size max_model_len tied_embeddings"
-    return {"name": name, **{fact: getattr(config, fact) for fact in facts.split()}}
+    distinct = [list(pair) for pair in getattr(config, "distinct", ())]  # rows of a pass, experts that they choose
+    found = {"name": name, **{fact: getattr(config, fact) for fact in facts.split()}}
+    return {**found, "distinct_experts": distinct} if distinct else found

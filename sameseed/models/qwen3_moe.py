@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from sameseed.batch import Batch
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 class MoeConfig(ModelConfig):
     """`num_experts` of width `expert_size` in all but the `dense_layers`; each row takes `top_k` of them.
 
-    `normalize`: the weights of a row's experts sum to 1. `limit`: of gpt-oss's clamped SwiGLU.
+    `normalize`: the weights of a row's experts sum to 1. `limit`: of gpt-oss's clamped SwiGLU. `distinct`: (rows, how
+    many experts so many rows of the model's texts choose), ascending, if they were counted (cost/experts.py).
     """
 
     num_experts: int = 0
@@ -37,6 +40,7 @@ class MoeConfig(ModelConfig):
     normalize: bool = True
     dense_layers: frozenset[int] = frozenset()
     limit: float | None = None
+    distinct: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -56,8 +60,12 @@ class MoeConfig(ModelConfig):
         return round(count * 3 * self.expert_size * self.hidden_size * (self.num_layers - len(self.dense_layers)))
 
     def read_share(self, rows: float) -> float:
-        """As if each row chose its experts at random: rows of a text share more of them, so this is an upper bound."""
-        unread = self.num_experts * (1 - self.top_k / self.num_experts) ** rows
+        """By the counted `distinct` experts; else as if each row chose at random, an upper bound for rows of a text."""
+        missed = 1 - self.top_k / self.num_experts  # chance that a row at random leaves an expert out
+        if self.distinct:  # rows count as so many that choose at random as would choose as many experts
+            at, same = zip(*((m, math.log(max(1 - n / self.num_experts, 1e-9), missed)) for m, n in self.distinct))
+            rows = float(np.interp(rows, at, same)) * max(1.0, rows / at[-1])
+        unread = self.num_experts * missed**rows
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return 1 - self._expert_parameters(unread) / (self.num_parameters - looked_up)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
+from sameseed.cost.experts import in_words
 from sameseed.cost.round import MAX_NUM_ROWS, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
@@ -103,7 +104,7 @@ class Estimate:
     """The estimate for one format of a model. `by_batch`: for each draft, the best lengths as (first, last, length).
 
     `acceptance`: for each draft, the source of its chances. `loss`: the likely loss of quality in words; "" for the
-    checkpoint's own bits.
+    checkpoint's own bits. `experts`: how many rows choose, and the source of that; "" for a model without them.
     """
 
     model: str
@@ -117,6 +118,7 @@ class Estimate:
     memory: Memory
     ttft_s: TunedFigure
     loss: str
+    experts: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with the tables by batch under vLLM's name."""
@@ -164,6 +166,7 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
                 needs,
                 prompt_figure(cost, prompt),
                 target.loss,
+                in_words(target.config),
             )
         )
     if not found:
@@ -174,7 +177,11 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
 def _profiled(profile: Profile, target: Sheet) -> RoundCost:
     """The costs that were profiled of this shape. Raises ConfigError where that shape, format or cache was not."""
     known, own = profile.shape, shape_as_dict("", target.config)
-    other = [n for n in own if n not in ("name", "max_model_len", "architecture") and known.get(n) != own[n]]
+    other = [
+        n
+        for n in own
+        if n not in ("name", "max_model_len", "architecture", "distinct_experts") and known.get(n) != own[n]
+    ]
     if other:
         raise ConfigError(
             f"the costs are of {known.get('name')}, whose {other[0]} is {known.get(other[0])} and not "

@@ -15,6 +15,7 @@ import torch
 
 from sameseed import hub, scheme
 from sameseed.cost.draft_format import EMBEDDING, cheaper, read_bytes
+from sameseed.cost.experts import counted
 from sameseed.cost.round import MAX_NUM_ROWS, Gap, RoundCost
 from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
@@ -118,7 +119,7 @@ def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: She
     path = find(model)
     if path.is_dir() and is_head(path):
         raise ConfigError(f"{model} is a draft head, no model by itself; give it with --draft")
-    config = read_config(path)
+    config = counted(read_config(path), path)
     if path.is_file() or any(path.glob("*.safetensors")):
         with open_checkpoint(path) as checkpoint:
             checkpoint.check(config)

@@ -74,11 +74,7 @@ class TuneOutcome:
         return contestant.over(self.plain, batch).value / self.speedup(contestant, batch).value - 1.0
 
 
-def tune(
-    asked: TuneRequest,
-    load: Callable[..., Any],
-    tell: Tell = lambda stage, done, total: None,
-) -> TuneOutcome:
+def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
     """Measure, predict, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried."""
     start, threads = time.perf_counter(), ops.num_threads()
     lost: list[Loser] = []

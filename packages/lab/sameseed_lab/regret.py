@@ -114,11 +114,7 @@ def usual_choices(held: Seq[Contestant], asked: TuneRequest) -> dict[str, Contes
 
 
 def compare(
-    held: Seq[Contestant],
-    finals: Seq[Contestant],
-    chosen: Contestant,
-    usual: dict[str, Contestant],
-    asked: TuneRequest,
+    held: Seq[Contestant], finals: Seq[Contestant], chosen: Contestant, usual: dict[str, Contestant], asked: TuneRequest
 ) -> Regret:
     """The regret of `chosen` and of `usual` choices from the runs of `finals`; errors from those of all, `held`."""
     plain, drafting = next(c for c in held if c.plain), [c for c in held if not c.plain]

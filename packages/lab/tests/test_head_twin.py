@@ -32,12 +32,10 @@ DRAWN = replace(GREEDY, **SAMPLED)
 shape = partial(llama_shape, layers=7)
 # The source: 304 tokens, hidden 32, 3 layers, 4 heads and 2 KV heads of 8.
 FITTING = {
-    "powers of 4": (shape(512, (8, 4, 32)), 350),
-    "two copies": (shape(384, (8, 4, 16)), 320),
-    "packed": (shape(65, (8, 4, 16)), None),
-    "any head_dim": (shape(320, (4, 2, 12)), None),
+    "powers of 4": (shape(512, (8, 4, 32)), 350), "two copies": (shape(384, (8, 4, 16)), 320),
+    "packed": (shape(65, (8, 4, 16)), None), "any head_dim": (shape(320, (4, 2, 12)), None),
     "no more tokens": (shape(64, (4, 2, 16), vocab=304), None),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +122,13 @@ def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.
     ("kind", "changes", "named"),
     [
         ("eagle3", {"norm_before_residual": True}, "norm_before_residual"),
-        ("eagle3", {"norm_output": True}, "norm_output"),
-        ("eagle3", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ("eagle3", {"norm_output": True}, "norm_output"), ("eagle3", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
         ("eagle3", {"head_dim": 4}, "head_dim 4"),
         ("eagle3", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
         ("eagle3", {"vocab_size": 310}, "vocabulary has 310 tokens"),
-        ("eagle3", {"intermediate_size": 200}, "the source needs 200"),
-        ("dspark", {}, "of kind 'block'"),
+        ("eagle3", {"intermediate_size": 200}, "the source needs 200"), ("dspark", {}, "of kind 'block'"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_twin(kind: str, small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     if kind == "eagle3":
         raw = raw_config(kind, changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 3], **changes)

@@ -287,12 +287,10 @@ def test_a_cell_that_fails_or_is_interrupted_leaves_the_others(
 @pytest.mark.parametrize(
     ("name", "only", "more"),
     [
-        ("assisted", "mixes of auto", ()),
-        ("formats", "as stored", ("--head", "embedded-head")),
-        ("concurrency", "k=4", ()),
-        ("serving", "rounds", ()),
+        ("assisted", "mixes of auto", ()), ("formats", "as stored", ("--head", "embedded-head")),
+        ("concurrency", "k=4", ()), ("serving", "rounds", ()),
     ],
-)
+)  # fmt: skip
 def test_a_study_takes_models_of_ones_own(
     name: str, only: str, more: Seq[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

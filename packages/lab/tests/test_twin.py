@@ -36,16 +36,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 # The source: 304 tokens, hidden 32, 2 layers, 4 heads and 2 KV heads of 8, feed-forward 48.
 FITTING = {
-    "powers of 4": shape(512, (8, 4, 32)),
-    "two copies": shape(384, (8, 4, 16)),
-    "packed": shape(65, (8, 4, 16)),
-    "any head_dim": shape(320, (4, 2, 12)),
-    "large heads": shape(300, (4, 2, 64)),
-    "surplus queries": shape(128 + 1, (18, 3, 32)),
-    "KV heads repeated": shape(200, (6, 6, 32)),
-    "no more tokens": shape(64, (4, 2, 16), vocab=304),
-    "as many layers": shape(160, (4, 2, 8), layers=2, inner=48),
-}
+    "powers of 4": shape(512, (8, 4, 32)), "two copies": shape(384, (8, 4, 16)), "packed": shape(65, (8, 4, 16)),
+    "any head_dim": shape(320, (4, 2, 12)), "large heads": shape(300, (4, 2, 64)),
+    "surplus queries": shape(128 + 1, (18, 3, 32)), "KV heads repeated": shape(200, (6, 6, 32)),
+    "no more tokens": shape(64, (4, 2, 16), vocab=304), "as many layers": shape(160, (4, 2, 8), layers=2, inner=48),
+}  # fmt: skip
 SOURCES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},

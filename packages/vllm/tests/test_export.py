@@ -48,17 +48,13 @@ def test_plain_decoding_stays_plain() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"format": "w4a8"}, "w4a8"),
-        ({"kv_format": "qoq"}, "kv-format qoq"),
-        ({"draft_format": "w4a8"}, "draft-format w4a8"),
-        ({"draft": "suffix + embedded-head"}, "alone"),
-        ({"draft": "ngram > embedded-draft"}, "embedded-draft alone"),
-        ({"draft": "self_quant"}, "plain decoding"),
-        ({"draft_options": {"num_heads": 9}}, "num_heads"),
-        ({"policy": "goodput"}, "goodput"),
+        ({"format": "w4a8"}, "w4a8"), ({"kv_format": "qoq"}, "kv-format qoq"),
+        ({"draft_format": "w4a8"}, "draft-format w4a8"), ({"draft": "suffix + embedded-head"}, "alone"),
+        ({"draft": "ngram > embedded-draft"}, "embedded-draft alone"), ({"draft": "self_quant"}, "plain decoding"),
+        ({"draft_options": {"num_heads": 9}}, "num_heads"), ({"policy": "goodput"}, "goodput"),
         ({"draft": "ngram", "by_batch": TABLE}, "from 9: off"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_counterpart_is_said(engine: str, changes: dict[str, object], word: str) -> None:
     if engine == "llama.cpp" and "draft_format" in changes:
         word = "Q4_0"

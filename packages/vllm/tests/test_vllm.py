@@ -69,11 +69,8 @@ def test_gpus_and_nodes() -> None:
 
 def test_drafts() -> None:
     assert drafted(parse_draft("ngram"), num_draft_tokens=6) == {
-        "method": "ngram",
-        "num_speculative_tokens": 6,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
+        "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 4,
+    }  # fmt: skip
     assert drafted(parse_draft("ngram"), draft_options={"max_ngram": 7})["prompt_lookup_max"] == 7
     assert drafted(parse_draft("suffix")) == {  # vLLM's store of past texts is shared by all tenants
         "method": "suffix",
@@ -90,18 +87,13 @@ def test_drafts() -> None:
     }
     assert drafted(parse_draft("org/small"), Spread(4))["draft_tensor_parallel_size"] == 4
     assert drafted(parse_draft("parallel:org/small")) == {
-        "method": "draft_model",
-        "num_speculative_tokens": 4,
-        "model": "org/small",
-        "parallel_drafting": True,
-    }
+        "method": "draft_model", "num_speculative_tokens": 4, "model": "org/small", "parallel_drafting": True,
+    }  # fmt: skip
     head = SpecConfig("eagle", "org/Some-EAGLE3-head")
     assert drafted(head, Spread(4)) == {
-        "method": "eagle3",
-        "num_speculative_tokens": 4,
-        "model": "org/Some-EAGLE3-head",
+        "method": "eagle3", "num_speculative_tokens": 4, "model": "org/Some-EAGLE3-head",
         "draft_tensor_parallel_size": 4,
-    }
+    }  # fmt: skip
     assert drafted(SpecConfig("eagle", "org/EAGLE-head"))["method"] == "eagle"
     # A checkpoint's content decides, not its name.
     assert drafted(SpecConfig("draft_model", "embedded-head"))["method"] == "eagle3"
@@ -265,19 +257,13 @@ def test_vllms_own_keys_are_checked(draft: str, options: dict[str, Any], says: s
 @pytest.mark.parametrize(
     ("architecture", "speculator", "method"),
     [
-        ("Eagle3Qwen3ForCausalLM", None, "eagle3"),
-        ("LlamaForCausalLMEagle3", None, "eagle3"),
-        ("PEagleDraftModel", None, "eagle3"),
-        ("EagleLlamaForCausalLM", None, "eagle"),
-        ("EagleDeepSeekMTPModel", None, "eagle"),
-        ("DFlashDraftModel", None, "dflash"),
-        ("Qwen3DSparkModel", None, "dspark"),
-        ("MiMoMTPModel", None, "mtp"),
-        ("Anything", "peagle", "eagle3"),
-        ("Anything", "dflash2", "dflash"),
-        ("LlamaForCausalLM", None, "draft_model"),
+        ("Eagle3Qwen3ForCausalLM", None, "eagle3"), ("LlamaForCausalLMEagle3", None, "eagle3"),
+        ("PEagleDraftModel", None, "eagle3"), ("EagleLlamaForCausalLM", None, "eagle"),
+        ("EagleDeepSeekMTPModel", None, "eagle"), ("DFlashDraftModel", None, "dflash"),
+        ("Qwen3DSparkModel", None, "dspark"), ("MiMoMTPModel", None, "mtp"), ("Anything", "peagle", "eagle3"),
+        ("Anything", "dflash2", "dflash"), ("LlamaForCausalLM", None, "draft_model"),
     ],
-)
+)  # fmt: skip
 def test_folders_are_told_apart(architecture: str, speculator: str | None, method: str, tmp_path: Path) -> None:
     raw = {"architectures": [architecture]} | ({"speculators_model_type": speculator} if speculator else {})
     (tmp_path / "config.json").write_text(json.dumps(raw))

@@ -27,11 +27,9 @@ def task_folder(tmp_path_factory):
     rows = [{"q": f"the sum of {n}", "options": [" is", " ends", " list"], "gold": n % 3} for n in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{q}}",
-    }
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test", "doc_to_text": "{{q}}",
+    }  # fmt: skip
     kinds = {
         "tiny_choice": {
             "output_type": "multiple_choice",
@@ -131,3 +129,6 @@ def test_the_command_knows_the_model(pair_folders, task_folder, tmp_path, monkey
     out = capsys.readouterr().out
     assert "tiny_choice" in out and "sameseed" in out
     assert list(tmp_path.rglob("results*.json"))
+
+
+# fmt: skip

@@ -211,19 +211,16 @@ def test_memory_that_is_too_small_names_what_would_fit():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"model": "llama-9"}, ModelLoadError, "a shape"),
-        ({"model": "embedded-head"}, ConfigError, "--draft"),
-        ({"formats": ("w4a9",)}, RegistryError, "did you mean"),
-        ({"kv_format": "nf4"}, SameseedError, "cache"),
-        ({"context": 99_999}, ConfigError, "lower --context"),
-        ({"batches": (0,)}, ConfigError, "batch sizes"),
+        ({"model": "llama-9"}, ModelLoadError, "a shape"), ({"model": "embedded-head"}, ConfigError, "--draft"),
+        ({"formats": ("w4a9",)}, RegistryError, "did you mean"), ({"kv_format": "nf4"}, SameseedError, "cache"),
+        ({"context": 99_999}, ConfigError, "lower --context"), ({"batches": (0,)}, ConfigError, "batch sizes"),
         ({"drafts": ("none",)}, ConfigError, "leave out"),
         ({"drafts": ("draft_model",)}, ConfigError, "draft_model:MODEL"),
         ({"drafts": ("suffix",), "acceptance": ("1.5",)}, ConfigError, "0..1"),
         ({"drafts": ("suffix",), "acceptance": ("none.json",)}, ConfigError, "conditional_accept_rates"),
         ({"drafts": ("suffix",), "acceptance": ("0.5", "0.6")}, ConfigError, "same order"),
     ],
-)
+)  # fmt: skip
 def test_bad_questions_are_told_apart(changes, error, words):
     with pytest.raises(error, match=words):
         estimate(Question(**{"model": "embedded", **changes}), LIMITS)
@@ -267,15 +264,12 @@ def test_profiled_costs_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("changes", "engine", "words"),
     [
-        ({}, "sameseed", "tune --engine vllm"),
-        ({}, "sglang", "costs of vllm"),
-        ({"schema": "other/1"}, "vllm", "schema"),
-        ({"schema": "other/1"}, "sameseed", "profile again"),
-        ({"passes": []}, "vllm", "ms > 0"),
-        ({"passes": [{"batch": 2, "rows": 1, "ms": 1.0}]}, "vllm", "rows >= batch"),
+        ({}, "sameseed", "tune --engine vllm"), ({}, "sglang", "costs of vllm"),
+        ({"schema": "other/1"}, "vllm", "schema"), ({"schema": "other/1"}, "sameseed", "profile again"),
+        ({"passes": []}, "vllm", "ms > 0"), ({"passes": [{"batch": 2, "rows": 1, "ms": 1.0}]}, "vllm", "rows >= batch"),
         ({"passes": [{"batch": 1, "row": 1, "ms": 1.0}]}, "vllm", "did you mean 'rows'"),
     ],
-)
+)  # fmt: skip
 def test_cost_files_of_others_are_refused(changes, engine, words, tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({**COSTS, **changes}))

@@ -61,12 +61,9 @@ def test_bad_requests():
 def test_the_grid():
     found = draft_specs(asked(drafts=("ngram", "self_quant + embedded-draft", "none"), draft_formats=("auto", "w8a8")))
     assert [(s.method, [b.format for b in s.below], Level.of(s).branches) for s in found] == [
-        ("ngram", [], False),
-        ("first", ["auto", "auto"], False),
-        ("first", ["auto", "auto"], True),
-        ("first", ["auto", "w8a8"], False),
-        ("first", ["auto", "w8a8"], True),
-    ]
+        ("ngram", [], False), ("first", ["auto", "auto"], False), ("first", ["auto", "auto"], True),
+        ("first", ["auto", "w8a8"], False), ("first", ["auto", "w8a8"], True),
+    ]  # fmt: skip
     leaves = Setting("auto", "auto", found[2])
     assert (
         leaves.way == "self_quant + embedded-draft siblings"
@@ -78,12 +75,9 @@ def test_the_grid():
     assert [Setting("auto", "auto", parse_draft(name)).draft for name in names] == names
     few = draft_specs(asked(drafts=("ngram", "embedded-draft"), draft_vocabularies=("all", "auto")))
     assert [Setting("auto", "auto", spec).way for spec in few] == [
-        "ngram",
-        "embedded-draft",
-        "embedded-draft siblings",
-        "embedded-draft vocabulary auto",
+        "ngram", "embedded-draft", "embedded-draft siblings", "embedded-draft vocabulary auto",
         "embedded-draft siblings vocabulary auto",
-    ]
+    ]  # fmt: skip
     assert options_of(few[3]) == {"vocabulary": "auto"}
     lengths = lengths_of(found[0])
     assert [s.num_draft_tokens for s in lengths if s.policy == "fixed"] == [1, 2, 3, 4, 6, 8]

@@ -138,30 +138,18 @@ CALLS = [
 ]
 # Arguments in every spelling, and what they mean; None: the text is no call.
 SPELLINGS = [
-    ('"arguments": {"a": 1}', '{"a": 1}'),
-    ('"parameters": {"a": 1}', '{"a": 1}'),
+    ('"arguments": {"a": 1}', '{"a": 1}'), ('"parameters": {"a": 1}', '{"a": 1}'),
     (r'"arguments": "{\"a\": 1.0}"', '{"a": 1.0}'),
     (r'"parameters": "\"{\\\"a\\\": \\\"\\\\\\\"\\\"}\""', r'{"a": "\""}'),
     (r'"arguments": {"a": "say \"{hi}\""}', r'{"a": "say \"{hi}\""}'),
     (f'"arguments": {{"a": {2**70}, "b": -0.0, "c": 1e400}}', f'{{"a": {2**70}, "b": -0.0, "c": 1e400}}'),
-    ('"arguments": {}', "{}"),
-    ('"arguments": ""', "{}"),
-    ('"arguments": null', "{}"),
-    ('"id": 3', "{}"),
-    ('"arguments": {}, "parameters": {"a": 1}', '{"a": 1}'),
-    ('"arguments": {"b": 2}, "parameters": {"a": 1}', None),
-    ('"args": {"a": 1}', None),
-    ('"a": 1', None),
-    ('"arguments": [1]', None),
-    ('"arguments": 1', None),
-    ('"arguments": "x"', None),
-    ('"arguments": "[1]"', None),
-    ('"arguments": {"a": 1, "a": 2}', None),
-    ('"arguments": {"a": 1,}', None),
-    ('"arguments": {"a": NaN}', None),
-    ('"arguments": {"a": "\\ud800"}', None),
+    ('"arguments": {}', "{}"), ('"arguments": ""', "{}"), ('"arguments": null', "{}"), ('"id": 3', "{}"),
+    ('"arguments": {}, "parameters": {"a": 1}', '{"a": 1}'), ('"arguments": {"b": 2}, "parameters": {"a": 1}', None),
+    ('"args": {"a": 1}', None), ('"a": 1', None), ('"arguments": [1]', None), ('"arguments": 1', None),
+    ('"arguments": "x"', None), ('"arguments": "[1]"', None), ('"arguments": {"a": 1, "a": 2}', None),
+    ('"arguments": {"a": 1,}', None), ('"arguments": {"a": NaN}', None), ('"arguments": {"a": "\\ud800"}', None),
     ("\"arguments\": {'a': 1}", None),
-]
+]  # fmt: skip
 CALLS += [
     ("hermes", text, [text if meant is None else Call("add", meant)])
     for spelling, meant in SPELLINGS

@@ -99,12 +99,7 @@ def open_twin(shape: ModelConfig, of: str, name: str = "the shape", seed: int = 
 
 @contextmanager
 def open_head_twin(
-    shape: ModelConfig,
-    of: str,
-    target: str,
-    name: str = "the shape",
-    num_tokens: int | None = None,
-    seed: int = 0,
+    shape: ModelConfig, of: str, target: str, name: str = "the shape", num_tokens: int | None = None, seed: int = 0
 ) -> Iterator[HeadTwinSource]:
     """The weights of the twin of a head as a source that computes them on demand. Raises what `make_twin` raises."""
     folder = resolve_model(of)
