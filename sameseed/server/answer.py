@@ -118,9 +118,7 @@ class Answer(Answering):
     def __init__(self, reply: Reply, stream: Stream, ticket: Ticket, metrics: ServerMetrics, timeout: float) -> None:
         super().__init__(ticket, timeout)
         self._reply, self._stream, self._metrics = reply, stream, metrics
-        options = reply.fields.stream_options
         self._events = bool(reply.fields.stream)  # send a stream of events, not one body
-        self._usage = options is not None and bool(options.include_usage)  # end the stream with token counts
         self._first: float | None = None  # seconds to the first piece
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +149,7 @@ class Answer(Answering):
         finally:
             self._stream.leave()
         if self._events:
-            await write(reply.end(self._usage), more=False)
+            await write(reply.end(), more=False)
         else:
             num_shown = sum(len(c.logprobs) + len(c.prompt_logprobs) for c in reply.choices)
             many = num_shown + reply.show_tokens * reply.num_prompt_tokens > INLINE

@@ -21,13 +21,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import sameseed
-from sameseed.server import metrics
+from sameseed.server import limits, metrics
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
-from sameseed.server.connection import Count, Guard, visit_of
+from sameseed.server.connection import INLINE, Count, Guard, held, visit_of
 from sameseed.server.errors import ApiError, error_response, unavailable
 from sameseed.server.gate import Gate
 from sameseed.server.process import Supervised
+from sameseed.server.protocol import read
 from sameseed.server.service import Service
 
 
@@ -59,7 +60,11 @@ class BodyRoute(APIRoute):
         kinds = get_args(asked) or (asked,)
 
         async def handle(request: Request) -> Response:
-            response: Response = await endpoint(visit_of(request), await endpoint.__self__.fields(request, *kinds))
+            visit = visit_of(request)
+            async with held(request, endpoint.__self__.gate) as body:
+                kind = kinds[0 if body.get("messages") is None else -1]
+                fields = await limits.away(visit.size > INLINE, lambda: read(kind, body))
+            response: Response = await endpoint(visit, fields)
             return response
 
         return handle

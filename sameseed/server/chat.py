@@ -22,6 +22,7 @@ class ChatChoice(ReplyChoice):
     parser: Parser | None = None  # finds tool calls, if any are possible
     call_prefix: str = ""  # prefix of the ids of calls
     one_call: bool = False  # keep only the first call
+    named: bool = False  # was this function to be called? Then finish_reason is never "tool_calls"
     content: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)  # text of the last piece, without calls
@@ -47,6 +48,8 @@ class ChatChoice(ReplyChoice):
                 self.calls[-1] = Call(last.name, last.arguments + item.arguments)
                 fresh = self.fresh_calls.setdefault(number, {"function": {"arguments": ""}})
                 fresh["function"]["arguments"] += item.arguments
+        if self.calls and self.finish_reason == "stop" and not self.named:
+            self.finish_reason = "tool_calls"
 
     def call(self, number: int, call: Call) -> dict[str, Any]:
         """A tool call in OpenAI's format."""
@@ -70,19 +73,10 @@ class ChatReply(Reply):
     choices: list[ChatChoice]  # type: ignore[assignment]
 
     def choice(self, index: int, thoughts: Thoughts | Harmony | None) -> ChatChoice:
-        one_call = self._named or self.fields.parallel_tool_calls is False
+        named = isinstance(self.fields.tool_choice, NamedTool)
+        one_call = named or self.fields.parallel_tool_calls is False
         parser, prefix = self.parser and self.parser(), f"call_{self.id[-24:]}_{index}"
-        return ChatChoice(thoughts, parser=parser, call_prefix=prefix, one_call=one_call)
-
-    @property
-    def _named(self) -> bool:  # then finish_reason is never "tool_calls"
-        return isinstance(self.fields.tool_choice, NamedTool)
-
-    def take(self, piece: Piece) -> ReplyChoice:
-        choice = super().take(piece)
-        if self.choices[piece.index].calls and choice.finish_reason == "stop" and not self._named:
-            choice.finish_reason = "tool_calls"
-        return choice
+        return ChatChoice(thoughts, parser=parser, call_prefix=prefix, one_call=one_call, named=named)
 
     def whole_choice(self, index: int, choice: ChatChoice) -> dict[str, Any]:
         message = choice.message() | self._thoughts(choice.reasoning)
@@ -180,7 +174,7 @@ class ResponseReply(Reply):
         yield self._event("response.output_item.added", output_index=int(self._thinks), item=item)
         yield self._in_part("response.content_part.added", part=_part(""))
 
-    def end(self, include_usage: bool) -> Iterator[bytes]:
+    def end(self) -> Iterator[bytes]:
         yield from self._opened()
         whole, text = self.body(), self._said
         yield self._in_part("response.output_text.done", text=text, logprobs=[])

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 import sameseed
-from sameseed.server import frames, process
+from sameseed.server import frames, limits, process
 from sameseed.server.errors import ApiError, bad_request, internal, unavailable
 from sameseed.server.frames import Add, Piece
-from sameseed.server.helper import ENDED, Compiled, Grammars, Helper, HelperDiedError
-from sameseed.server.text import TextCodec
+from sameseed.server.helper import ENDED, Grammars, Helper, HelperDiedError
+from sameseed.server.text import INLINE, TextCodec
 
 log = logging.getLogger("sameseed.server")
 PATIENCE = 6.0  # seconds for a helper's job of about one second of CPU time: other processes compute too
@@ -57,7 +57,6 @@ class EngineClient(process.Supervised):
         """
         super().__init__(max_restarts, first_delay)
         self._spawn = spawn
-        self.model = model
         self.text: TextCodec | None = None
         self.stats: dict[str, Any] = {}
         self.past_stats: list[dict[str, Any]] = []  # last counters of engines that have died
@@ -80,23 +79,23 @@ class EngineClient(process.Supervised):
         told = json.dumps([sameseed.__version__, self._load.model, self._load.settings, facts], default=str)
         return "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
 
-    def submit(self, request: Add, packed: bytes, grammar: Compiled | None = None) -> Stream:
+    async def submit(self, add: Add, grammar: bytes = b"") -> Stream:
         """Send a request to the engine; returns the stream of its output.
 
-        `packed`: the request's frame as bytes; `grammar`: what its text must match. Raises ApiError 503 if there is no
-        engine, or after `end_all`.
+        `grammar`: the frame of the grammar that the request names. Raises ApiError 503 if there is no engine, or after
+        `end_all`.
         """
+        data = await limits.away(sum(map(len, add.prompts)) > INLINE, lambda: frames.pack(add), None)
         if self._over:
             raise unavailable(ENDED)
         self.check_ready()
-        stream = Stream(request, self.forget)
-        if grammar is not None and grammar.key not in self._sent:  # sent once to each engine process
-            self._sent.add(grammar.key)
-            self._write(grammar.frame)
-        self._write(packed)
-        self._streams[request.id] = stream
-        if grammar is not None and grammar.key not in self.grammars:
-            self._forget_grammar(grammar.key)
+        if add.grammar is not None and add.grammar not in self._sent:  # sent once to each engine process
+            self._sent.add(add.grammar)
+            self._write(grammar)
+        self._write(data)
+        stream = self._streams[add.id] = Stream(add, self.forget)
+        if add.grammar is not None and add.grammar not in self.grammars:
+            self._forget_grammar(add.grammar)
         return stream
 
     def _forget_grammar(self, key: str) -> None:
@@ -133,10 +132,11 @@ class EngineClient(process.Supervised):
         await self._templates.close()
         await self._compiler.close()
 
-    async def render(self, asked: frames.Render, size: int) -> str:
-        """Render a conversation with the chat template. `size`: bytes of the request. Raises ApiError 400, 503."""
+    async def render(self, content: frames.Render) -> str:
+        """Render a conversation with the chat template. Raises ApiError 400, 503."""
+        text = json.dumps(content)
         try:
-            return await self._templates.ask(frames.Template(json.dumps(asked)), "messages", size)
+            return await self._templates.ask(frames.Template(text), "messages", len(text))
         except HelperDiedError as error:
             if not error.spent:  # its CPU time was not used up: the machine may be at fault
                 raise unavailable("the messages could not be prepared in time; try again later") from None
@@ -238,33 +238,29 @@ class EngineClient(process.Supervised):
 class Stream:
     """The pieces of one request, in the order in which they were generated."""
 
-    def __init__(self, request: Add, forget: Callable[[str], None]) -> None:
+    def __init__(self, add: Add, forget: Callable[[str], None]) -> None:
         """`forget` makes the engine abort a request, given its id."""
-        self.id = request.id
+        self.id = add.id
         self._forget = forget
-        self.num_open = len(request.prompts) * request.params.n  # sequences that the engine has not completed
-        self._num_unread = self.num_open
+        self.num_open = len(add.prompts) * add.params.n  # sequences that the engine has not completed
         self._queue: asyncio.Queue[Piece | ApiError | None] = asyncio.Queue()
 
-    def push(self, item: Piece | ApiError | None) -> None:
+    def push(self, piece: Piece | ApiError | None) -> None:
         """Add a piece, or the error that ends the stream, or None if the reader has left."""
-        if isinstance(item, Piece):
-            self.num_open -= item.completion is not None
-        self._queue.put_nowait(item)
+        self._queue.put_nowait(piece)
+        if isinstance(piece, Piece) and piece.completion is not None:
+            self.num_open -= 1
+            if not self.num_open:
+                self._queue.put_nowait(None)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yields all pieces up to the last completion. Raises ApiError; ends early if `leave` is called meanwhile."""
-        while self._num_unread:
-            item = await self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, ApiError):
-                raise item
-            if item.completion is not None:
-                self._num_unread -= 1
-                if item.completion.finish_reason == "error":
-                    raise (bad_request if item.completion.ruled_out else internal)(item.completion.error)
-            yield item
+        while (piece := await self._queue.get()) is not None:
+            if isinstance(piece, ApiError):
+                raise piece
+            if piece.completion is not None and piece.completion.finish_reason == "error":
+                raise (bad_request if piece.completion.ruled_out else internal)(piece.completion.error)
+            yield piece
 
     def leave(self, error: ApiError | None = None) -> None:
         """End the stream, because the reader has left or must get this error. The engine stops within a step."""

@@ -1,4 +1,4 @@
-"""The way of every request to the routes: HTTP/1.1 connections with limits, then the guard: keys, hosts and sizes.
+"""The way of every request to the routes: HTTP/1.1 connections with limits; the guard: keys, hosts, sizes; the body.
 
 The guard also assigns request ids, counts answers, and gives all errors one format. It decides by the path that the
 router sees (of the connection, percent-decoded), never by a URL made from headers. Without a key it admits only GET (or
@@ -17,12 +17,13 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -30,6 +31,7 @@ from sameseed.errors import reason
 from sameseed.server import limits
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError, bad_request, error_response, internal, unavailable
+from sameseed.server.gate import Gate
 
 WAIT = 80.0  # seconds for a request's head to arrive; longer than uvicorn keeps an idle connection
 PROBE, LOOK = 0.5, 0.1  # seconds without an answer after which a half-closed connection is probed; between looks at it
@@ -188,13 +190,52 @@ class Visit:
         return self.client_id or self.id
 
 
-Count = Callable[[Visit, str, int], None]
-
-
 def visit_of(request: Request) -> Visit:
     """The Visit that the guard has stored for a request."""
     visit: Visit = request.scope["sameseed"]
     return visit
+
+
+INLINE = 2**16  # bytes: a larger body is parsed in a thread
+MAX_ARRIVING = 128 * 2**20  # bytes of all bodies that are being read, parsed or checked
+
+
+@asynccontextmanager
+async def held(request: Request, gate: Gate) -> AsyncIterator[dict[str, Any]]:
+    """Yields the JSON object of a request's body. Its bytes (the visit's `size`) count until the context is left.
+
+    Raises ApiError: 400, 408, 413, 415, 503.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site can send other types without CORS
+        raise ApiError(415, "send JSON, with 'Content-Type: application/json'")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "send the body as it is, without 'Content-Encoding'")
+    visit, parts = visit_of(request), list[bytes]()
+
+    async def collect() -> None:
+        async for part in request.stream():
+            if visit.size + len(part) > limits.MAX_BODY:
+                raise limits.too_large()
+            if gate.size_arriving + len(part) > MAX_ARRIVING:
+                raise unavailable("too many large requests arrive at once; try again later", retry_after=1)
+            parts.append(part)
+            visit.size += len(part)
+            gate.size_arriving += len(part)
+
+    try:
+        try:
+            await asyncio.wait_for(collect(), limits.BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+        yield await limits.away(visit.size > INLINE, lambda: limits.parse_object(b"".join(parts)), None)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left") from None
+    finally:
+        gate.size_arriving -= visit.size
+
+
+Count = Callable[[Visit, str, int], None]
 
 
 class Guard:

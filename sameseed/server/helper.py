@@ -9,7 +9,6 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
 from sameseed.server import frames, limits, process
 from sameseed.server.errors import ApiError, bad_request, unavailable
@@ -156,13 +155,6 @@ MAX_BYTES = 64 * 2**20  # of compiled grammars, and of refusals that are remembe
 MAX_KEPT = 4096  # of both: each takes more than the bytes that are counted
 
 
-class Compiled(NamedTuple):
-    """A compiled grammar: its key, and the frame that loads it into the engine."""
-
-    key: str
-    frame: bytes
-
-
 class Grammars:
     """An LRU cache of grammars. `on_forget` gets the key of a dropped one; `on_need` is called before compiling one."""
 
@@ -178,8 +170,8 @@ class Grammars:
         self._coming: dict[str, asyncio.Task[bytes | str]] = {}  # by key: one task for all requests that wait for it
         self.num_bytes = 0
 
-    async def compiled(self, source: GrammarSource) -> Compiled:
-        """The compiled grammar of a source.
+    async def compiled(self, source: GrammarSource) -> bytes:
+        """The frame that loads the compiled grammar of a source into the engine.
 
         Raises ApiError: 400 for a grammar that is invalid, or takes too much to compile; 503 if too many wait, or if
         compiling was stopped from outside.
@@ -196,7 +188,7 @@ class Grammars:
             self._kept.move_to_end(key)
         if isinstance(made, str):
             raise bad_request(made, source.field)
-        return Compiled(key, made)
+        return made
 
     def __contains__(self, key: str) -> bool:
         return key in self._kept

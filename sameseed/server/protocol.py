@@ -1,16 +1,25 @@
-"""The request bodies of all routes as pydantic models: OpenAI's fields and sameseed's own, each with its range."""
+"""The request bodies of all routes as pydantic models: OpenAI's fields and sameseed's own, each with its range.
+
+`read` validates a body. An error names the field and never repeats its value. Unknown fields are accepted, as by
+OpenAI, and named in the debug log. Fields of other servers that would change the text (`habits.REQUEST`) are refused by
+name, on routes that have no such field.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from sameseed.habits import REQUEST
 from sameseed.server import limits, structured
 from sameseed.server.conversation import WHOLE, Fields, Items, Messages, NamedTool, Tool, plain
 from sameseed.server.errors import bad_request
 from sameseed.server.frames import Render
 
+log = logging.getLogger("sameseed.server")
 LARGEST = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=LARGEST), WHOLE]
 StopText = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
@@ -294,3 +303,47 @@ class DetokenizeFields(Fields):
 
     model: Annotated[str, Field(max_length=256)] | None = None
     tokens: Tokens
+
+
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "", {"type": "text"})
+_NEVER_NEUTRAL = ("enable_thinking", "thinking", "add_generation_prompt")  # false is a request too
+F = TypeVar("F", bound=Fields)
+
+
+def _kinds(base: type[Fields]) -> Iterator[type[Fields]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+_NAMES = frozenset(n for k in _kinds(Fields) for f, info in k.model_fields.items() for n in (f, info.alias) if n)
+
+
+def read(kind: type[F], body: dict[str, Any]) -> F:
+    """Validate a body as fields of this kind. Raises ApiError 400 that names one bad field."""
+    for name in sorted(body.keys() & REQUEST.keys() - kind.model_fields.keys()):
+        word, value = REQUEST[name], body[name]
+        neutral = [*word.same, *([None] if name in _NEVER_NEUTRAL else _NEUTRAL)]
+        neutral += [body.get("n") or 1] if name == "best_of" else []
+        if not any(value == v and isinstance(v, bool) == isinstance(value, bool) for v in neutral):
+            raise bad_request(f"{name!r} is not supported: {word.why}", param=name, code="unsupported_parameter")
+    try:
+        fields = kind.model_validate(body)
+    except ValidationError as error:
+        # If a field may have several forms, report the fault of the form that got furthest; never the value.
+        faults = error.errors(include_url=False, include_input=False)
+        fault = max(faults, key=lambda f: (not f["type"].endswith("_type"), len(f["loc"])))
+        place = ""
+        for part in fault["loc"]:  # skip names of forms, which stand between the fields' names
+            if isinstance(part, int):
+                place += f"[{part}]"
+            elif part in _NAMES:
+                place += f".{part}" if place else part
+        param = str(fault["loc"][0])[:64] if fault["loc"] else None
+        tags = fault["ctx"]["expected_tags"] if fault["type"] == "union_tag_invalid" else None
+        told = f"'type' must be one of {tags}" if tags else fault["msg"][:500]  # that one's message repeats the value
+        raise bad_request(f"{place or 'body'}: {told}", param, "invalid_value") from None
+    unknown = sorted((fields.model_extra or {}).keys() - REQUEST.keys())
+    if unknown:
+        log.debug("fields that nobody reads: %s", ", ".join(repr(name[:64]) for name in unknown[:32]))
+    return fields

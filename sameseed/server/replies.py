@@ -197,9 +197,10 @@ class Reply:
         """Events of a piece that `take` has already added."""
         raise NotImplementedError
 
-    def end(self, include_usage: bool) -> Iterator[bytes]:
-        """Events after the last token."""
-        if include_usage:
+    def end(self) -> Iterator[bytes]:
+        """Events after the last token, with token counts if they are asked for."""
+        options = self.fields.stream_options
+        if options is not None and options.include_usage:
             last = {**self.envelope(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
             yield event(last)
         yield DONE

@@ -9,22 +9,21 @@ from collections.abc import Callable, Sequence as Seq
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends
 from fastapi.responses import JSONResponse
 
 from sameseed.errors import RequestError
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams, Speculation
-from sameseed.server import frames, limits
+from sameseed.server import limits
 from sameseed.server.answer import Answer, too_late
 from sameseed.server.chat import ChatReply, ResponseReply
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
-from sameseed.server.connection import Visit, visit_of
+from sameseed.server.connection import INLINE, Visit, visit_of
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Add, Render
 from sameseed.server.gate import Gate
-from sameseed.server.helper import Compiled
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.protocol import (
     ChatFields,
@@ -36,7 +35,6 @@ from sameseed.server.protocol import (
     TokenizeChatFields,
     TokenizeFields,
 )
-from sameseed.server.reading import INLINE, F, held, read
 from sameseed.server.reasoning import OF_CALLS, PARSERS, Thoughts
 from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.text import TextCodec
@@ -118,15 +116,6 @@ class Service:
         self.gate = Gate(config.max_queue, len(config.keys))
         self.metrics = ServerMetrics(client, self.gate, config.model_name)
 
-    async def fields(self, request: Request, *kinds: type[F]) -> F:
-        """The validated fields of a request's body: of the first kind, or of the last if the body has "messages".
-
-        Raises ApiError.
-        """
-        async with held(request, self.gate) as body:
-            kind = kinds[0 if body.get("messages") is None else -1]
-            return await limits.away(visit_of(request).size > INLINE, lambda: read(kind, body))
-
     def loaded(self, model: str | None) -> TextCodec:
         """The model's tokenizer. Raises ApiError: 404 for a model that is not served here, 503 without an engine."""
         if model is not None and model not in self.config.names:
@@ -160,32 +149,31 @@ class Service:
         text, timeout = self.loaded(fields.model), self.config.request_timeout
         with self.gate.enter(visit.tenant, fields.num_seqs, visit.size) as ticket:
             try:
-                left = timeout - (time.monotonic() - visit.arrived)
-                reply, packed, grammar = await asyncio.wait_for(self._prepared(visit, fields, text, kind), left)
+                preparing = self._prepared(visit, fields, text, kind)
+                reply, grammar = await asyncio.wait_for(preparing, timeout - (time.monotonic() - visit.arrived))
             except asyncio.TimeoutError:
                 raise too_late(timeout) from None
-            stream = self.client.submit(reply.add, packed, grammar)
+            stream = await self.client.submit(reply.add, grammar)
             return Answer(reply, stream, ticket.pop_all(), self.metrics, timeout)
 
-    async def _prepared(
-        self, visit: Visit, fields: Common, text: TextCodec, kind: type[Reply]
-    ) -> tuple[Reply, bytes, Compiled | None]:
-        """The reply to come, the engine's frame as bytes, and the grammar. Raises ApiError."""
+    async def _prepared(self, visit: Visit, fields: Common, text: TextCodec, kind: type[Reply]) -> tuple[Reply, bytes]:
+        """The reply to come, and the frame of its grammar, if it has one. Raises ApiError."""
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
         parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
-        reasoning = OF_CALLS.get(text.calls or "", self.config.reasoning_parser)
-        marks = {
-            *(PARSERS[reasoning][:2] if reasoning else ()),
-            *(FORMATS[text.calls].marks if parser and text.calls else ()),
-        }
+        reasoning = PARSERS.get(OF_CALLS.get(text.calls or "", self.config.reasoning_parser or ""))
+        marks = {*(reasoning or ())[:2], *(FORMATS[text.calls].marks if parser and text.calls else ())}
         if isinstance(content, Render) and marks & text.hidden:
             fields.skip_special_tokens = False
-        grammar = None if source is None else await self.client.grammars.compiled(source)
+        grammar = b"" if source is None else await self.client.grammars.compiled(source)
         keep = fields.keep(text.max_model_len)
-        prompts = await text.prompts(content, fields.special, keep, visit.size)
-        params = sampling(fields, text, text.max_model_len - max(map(len, prompts)), grammar is not None)
+        prompts = await text.prompts(content, fields.special, keep)
+        params = sampling(fields, text, text.max_model_len - max(map(len, prompts)), source is not None)
         echoed = prompts if keep is not None or isinstance(content, Render) else content
+        thoughts: Callable[[], Thoughts | Harmony] | None = None  # without them reasoning stays in the text
+        if reasoning is not None and (thinks := fields.thinks(source)) is not None:
+            end = text.tokenizer.decode(prompts[0][-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
+            thoughts = partial(Harmony, end) if text.calls == "openai" else partial(Thoughts, reasoning, end)
         own, facts = speculation(fields, self.config.max_draft_tokens), self.client.facts
         num_draft_tokens = facts["num_draft_tokens"] if facts["method"] != "none" else 0
         add = Add(
@@ -197,7 +185,7 @@ class Service:
             score_prompt=fields.repeats and fields.top is not None,
             choice=fields.choice,
             priority=fields.priority or 0,
-            grammar=None if grammar is None else grammar.key,
+            grammar=source and source.key,
             detailed=self.config.detailed,
             owner=visit.tenant,
         )
@@ -209,10 +197,10 @@ class Service:
             fingerprint=self.client.fingerprint,
             num_spec_tokens=own.of(num_draft_tokens) if own is not None and num_draft_tokens else num_draft_tokens,
             echoes=await text.spelt(echoed, params.skip_special_tokens) if fields.repeats else (),
-            thoughts=splitter(reasoning, text, prompts[0], fields.thinks(source)),
+            thoughts=thoughts,
             parser=parser,
         )
-        return reply, await text.away(sum(map(len, prompts)), lambda: frames.pack(add)), grammar
+        return reply, grammar
 
     async def tokenize(self, visit: Arrived, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
         """Answer POST /tokenize."""
@@ -222,7 +210,7 @@ class Service:
                 ids = await text.encode(fields.prompt, fields.add_special_tokens is not False)
             else:
                 content = await limits.away(visit.size > INLINE, fields.content)
-                ids = await text.encode(content, bool(fields.add_special_tokens), visit.size)
+                ids = await text.encode(content, bool(fields.add_special_tokens))
 
             def written() -> JSONResponse:
                 strings = {"token_strs": [text.name(i) for i in ids]} if fields.return_token_strs else {}
@@ -240,16 +228,6 @@ class Service:
         tokenizer = self.loaded(None).tokenizer
         named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
-
-
-def splitter(
-    name: str | None, text: TextCodec, prompt: list[int], thinks: bool | None
-) -> Callable[[], Thoughts | Harmony] | None:
-    """Makes splitters of reasoning, one per choice. `thinks`: may there be any at all? None: it stays in the text."""
-    if thinks is None or name is None:
-        return None
-    end = text.tokenizer.decode(prompt[-LAST_TOKENS:], skip_special_tokens=False) if thinks else None
-    return partial(Harmony, end) if text.calls == "openai" else partial(Thoughts, PARSERS[name], end)
 
 
 def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec, free: bool = True) -> Callable[[], Parser] | None:

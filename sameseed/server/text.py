@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sameseed.grammar import Vocabulary
 
 T = TypeVar("T")
-Writer = Callable[[Render, int], Awaitable[str]]
+Writer = Callable[[Render], Awaitable[str]]
 INLINE = 1000  # characters that are encoded on the event loop: handing them to a thread would take longer
 SLACK = 4  # a factor: a normalizer may shorten a text, but not by this much
 
@@ -44,16 +44,16 @@ class TextCodec:
         self._threads = ThreadPoolExecutor(2, "tokenizer")  # which works on for a request that has run out of time
 
     async def prompts(
-        self, content: Seq[str | Seq[int]] | Render, special: bool = True, keep: int | None = None, size: int = 0
+        self, content: Seq[str | Seq[int]] | Render, special: bool = True, keep: int | None = None
     ) -> list[list[int]]:
         """Token ids of prompts or of a conversation, checked.
 
-        `special`: the tokenizer adds its special tokens; `keep`: keep only the last `keep` tokens of each; `size`:
-        bytes of the request. Raises ApiError 400, also for over MAX_VALUES tokens in several prompts.
+        `special`: the tokenizer adds its special tokens; `keep`: keep only the last `keep` tokens of each. Raises
+        ApiError 400, also for over MAX_VALUES tokens in several prompts.
         """
         if isinstance(content, Render):
             self._check_size(sum(len(str(m.get("content") or "")) for m in content.messages))
-            ids = await self.encode(content, special, size)
+            ids = await self.encode(content, special)
             return [await self.away(len(ids), lambda: self._checked(ids, keep))]
         return await self.away(sum(map(len, content)), lambda: self._encoded(content, special, keep))
 
@@ -73,7 +73,7 @@ class TextCodec:
                 )
         return made
 
-    async def encode(self, content: str | Render, special: bool = False, size: int = 0) -> list[int]:
+    async def encode(self, content: str | Render, special: bool = False) -> list[int]:
         """Token ids of a text or a conversation of any length. Templates are programs, so `render` runs elsewhere."""
         if isinstance(content, str):
             return await self.away(len(content), lambda: self.tokenizer.encode(content, special))
@@ -83,12 +83,13 @@ class TextCodec:
             raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
         if documents and "documents" not in template:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
-        text = await self._render(content, size)
+        text = await self._render(content)
         return await self.away(len(text), lambda: self.tokenizer.encode_chat(text, special))
 
-    async def _render_here(self, asked: Render, size: int) -> str:
-        messages, render = asked.messages, self.tokenizer.render_chat
-        return await self.away(INLINE + 1, lambda: render(messages, True, asked.tools, asked.options, guarded=True))
+    async def _render_here(self, content: Render) -> str:
+        messages, tools, options = content
+        render = self.tokenizer.render_chat
+        return await self.away(INLINE + 1, lambda: render(messages, True, tools, options, guarded=True))
 
     def name(self, token_id: int, begins: bool = False) -> str:
         """The text that a token adds, or its bytes in OpenAI's notation if it is part of a character: see `piece`."""

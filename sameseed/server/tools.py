@@ -349,24 +349,20 @@ def _json(body: str, tools: Tools) -> list[Call]:
 
 def _named(body: str, tools: Tools) -> list[Call]:
     """A name before its arguments: `name[ARGS]{...}`."""
-    head = _NAMED.match(body)
-    try:
-        if head is None or head[1] not in tools:
-            return []
-        arguments = body[head.end() :].strip()
-        return [Call(head[1], _object(_loads(arguments), arguments))]
-    except (ValueError, RecursionError):
-        return []
+    return _with_head(_NAMED.match(body), body, tools)
 
 
 def _quoted(body: str, tools: Tools) -> list[Call]:
     """A call as Gemma 4 writes it: `call:name{key:<|"|>text<|"|>}`, rewritten as JSON."""
-    head = _CALLED.match(body)
-    if head is None or head[1] not in tools:
-        return []
-    rewritten = _QUOTED.sub(_as_json, body[head.end() :]).strip()
+    body = _QUOTED.sub(_as_json, body)
+    return _with_head(_CALLED.match(body), body, tools)
+
+
+def _with_head(head: re.Match[str] | None, body: str, tools: Tools) -> list[Call]:
     with suppress(ValueError, RecursionError):
-        return [Call(head[1], _object(_loads(rewritten), rewritten))]
+        if head is not None and head[1] in tools:
+            arguments = body[head.end() :].strip()
+            return [Call(head[1], _object(_loads(arguments), arguments))]
     return []
 
 

@@ -64,16 +64,16 @@ class GrammarStore:
             except Exception:
                 log.exception("a compiled grammar could not be loaded")
 
-    def maker(self, frame: Add) -> MakeGrammar | None:
+    def maker(self, add: Add) -> MakeGrammar | None:
         """What makes a request's grammar for one sequence, or raises its error; None for a free text."""
         from sameseed.grammar import Choice
 
         try:
-            if frame.choice:
-                shared = Choice(frame.choice, self._words)
+            if add.choice:
+                shared = Choice(add.choice, self._words)
                 return lambda: shared
-            if frame.grammar:
-                language, matching = self._languages[frame.grammar], self._matching.result()
+            if add.grammar:
+                language, matching = self._languages[add.grammar], self._matching.result()
                 return lambda: matching.matched(language)
         except Exception as error:  # raised when the request is added, which refuses it
             return partial(_raise, error)
@@ -177,20 +177,20 @@ class Worker:
             items = [(delta.request_id, frames.piece(delta)) for delta in deltas]
             self.send(frames.Deltas(items, self._stats() if ended else None))
 
-    def _add(self, engine: Engine, frame: Add, make: MakeGrammar | None) -> None:
+    def _add(self, engine: Engine, add: Add, make: MakeGrammar | None) -> None:
         from sameseed.engine.front import make_requests
 
         names = ("tenant", "owner", "priority", "detailed", "speculation", "score_prompt")
-        shared = {name: getattr(frame, name) for name in names}
+        shared = {name: getattr(add, name) for name in names}
         try:
-            for request in make_requests(frame.id, frame.prompts, frame.params, make, **shared):
+            for request in make_requests(add.id, add.prompts, add.params, make, **shared):
                 engine.add(self._at_beginning(engine, request))
         except Exception as error:
             inside = not isinstance(error, SameseedError)
             if inside:
-                log.exception("a request could not be added", extra={"request_id": frame.id})
-            engine.abort(frame.id)
-            self.send(frames.Refused(frame.id, reason(error), inside))
+                log.exception("a request could not be added", extra={"request_id": add.id})
+            engine.abort(add.id)
+            self.send(frames.Refused(add.id, reason(error), inside))
 
     def _at_beginning(self, engine: Engine, request: Request) -> Request:
         """The request; if its prompt has no text, its grammar heeds that."""
@@ -256,7 +256,7 @@ class Worker:
         try:
             for frame in arriving:
                 if isinstance(frame, Add):
-                    self._inbox.put(partial(self._add, frame=frame, make=self.grammars.maker(frame)))
+                    self._inbox.put(partial(self._add, add=frame, make=self.grammars.maker(frame)))
                 elif isinstance(frame, Abort):
                     self._inbox.put(methodcaller("abort", frame.id))
                 elif not isinstance(frame, Load):

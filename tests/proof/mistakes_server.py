@@ -63,6 +63,6 @@ SERVER_MISTAKES = (
         "log-probabilities are sent twice", CompletionReply._logprobs, "slice(choice.num_sent, None", "slice(0, None"
     ),
     _server("prompts count once more", Reply.usage, "self.num_prompt_tokens, self", "self.num_prompt_tokens + 1, self"),
-    _server("the end of one is the end of all", Stream.pieces, "self._num_unread -= 1", "self._num_unread = 0"),
+    _server("the end of one is the end of all", Stream.push, "self.num_open -= 1", "self.num_open = 0"),
     _server("log-probabilities are rounded", frames._number, "max(value, LEAST_LOGPROB) if", "round(value, 3) if"),
 )

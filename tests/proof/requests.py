@@ -64,11 +64,11 @@ class Inside(EngineClient):
         self.text = TextCodec(files, size, self.engine.max_model_len)
         self.state = "ready"
 
-    def submit(self, request, packed, grammar=None):
+    async def submit(self, add, grammar=b""):
         """Run a request to its end. It reaches the engine as a frame, and every piece comes back as a frame."""
-        (add,) = frames.Unpacker[frames.Add](frames.Add).each(io.BytesIO(packed))
+        (add,) = frames.Unpacker[frames.Add](frames.Add).each(io.BytesIO(frames.pack(add)))
         self.adds.append(add)
-        stream, back = Stream(request, lambda request_id: None), frames.Unpacker[frames.Deltas](frames.Deltas)
+        stream, back = Stream(add, lambda request_id: None), frames.Unpacker[frames.Deltas](frames.Deltas)
         self.worker._add(self.engine, add, self.worker.grammars.maker(add))
         steps = MOST_STEPS
         while self.engine.has_work and steps:
@@ -78,7 +78,7 @@ class Inside(EngineClient):
             for frame in back.each(io.BytesIO(frames.pack(frames.Deltas(items, None)))):
                 for _, piece in frame.items:
                     stream.push(piece)
-        self.engine.abort(request.id)
+        self.engine.abort(add.id)
         if stream.num_open:  # the engine refused or did not finish the request: its reader must not wait
             stream.push(bad_request("the engine does not take the request, or does not end it"))
         return stream

@@ -16,10 +16,9 @@ import sameseed
 from sameseed.server import limits
 from sameseed.server.app import add_state, guarded
 from sameseed.server.config import ServerConfig
-from sameseed.server.connection import visit_of
+from sameseed.server.connection import INLINE, held, visit_of
 from sameseed.server.gate import Gate
 from sameseed.server.metrics import CONTENT_TYPE
-from sameseed.server.reading import INLINE, held
 from sameseed_vllm.client import VllmClient
 from sameseed_vllm.passable import check, check_greedy, num_prompts
 from sameseed_vllm.relay import Relay

@@ -69,9 +69,8 @@ def start(pair, tmp_path):
     return make
 
 
-def submit(client):
-    asked = Add("r", [[1]], SamplingParams())
-    return client.submit(asked, frames.pack(asked))
+async def submit(client):
+    return await client.submit(Add("r", [[1]], SamplingParams()))
 
 
 async def read(stream):
@@ -87,14 +86,14 @@ async def test_a_process_that_keeps_dying_is_given_up(start):
     client = start("dies", max_restarts=2)
     client.on_failure = said.append
     await asyncio.wait_for(client.wait_ready(), 20)
-    error = await asyncio.wait_for(read(submit(client)), 20)
+    error = await asyncio.wait_for(read(await submit(client)), 20)
     assert error.status == 503 and error.retry_after
     await until(lambda: said)
     assert said == ["the engine's process ended with code 7"]
     assert client.num_restarts == 2 and client.state == "failed"
     assert [s["drafts"] for s in client.past_stats] == [1, 1, 1]
     with pytest.raises(ApiError, match="has stopped"):
-        submit(client)
+        await submit(client)
     await client.close()
 
 
@@ -105,7 +104,7 @@ async def test_a_process_that_hangs_is_ended(start, behaviour, settings):
     client = start(behaviour, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
     vars(client).update(settings)  # only now, since starting may take longer
-    stream, pid = submit(client), client.pid
+    stream, pid = await submit(client), client.pid
     assert (await asyncio.wait_for(read(stream), 20)).status == 503
     assert not client._streams
     await until(lambda: client.pid != pid)
@@ -124,7 +123,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again(start):
 
     client = start("dies once", short, max_restarts=1)
     await asyncio.wait_for(client.wait_ready(), 20)
-    submit(client)
+    await submit(client)
     await until(lambda: client.num_restarts >= 5 and client.state == "ready")
     assert states == ["down"] * 5
     await client.close()
@@ -151,7 +150,7 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start):
     await asyncio.wait_for(client.wait_ready(), 20)
     written = []
     client._write = written.append
-    stream = submit(client)
+    stream = await submit(client)
     stream.leave()
     stream.leave()
     assert [piece async for piece in stream.pieces()] == []

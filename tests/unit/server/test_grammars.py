@@ -25,8 +25,7 @@ from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
 from sameseed.server.helper import Grammars, Helper, HelperDiedError
-from sameseed.server.protocol import ChatFields
-from sameseed.server.reading import read
+from sameseed.server.protocol import ChatFields, read
 from sameseed.server.structured import GrammarSource
 from sameseed.server.text import vocabulary
 from sameseed.server.tools import FORMATS, Call, More, Parser
@@ -52,14 +51,15 @@ class Pretended:
 async def test_bounded_by_bytes():
     helper, forgotten = Pretended(), []
     grammars = Grammars(helper, forgotten.append, max_bytes=350)
+    keys = {text: GrammarSource("regex", text, "f").key for text in ("41", "42", "1000")}
     first = await grammars.compiled(GrammarSource("regex", "40", "f"))
-    second = await grammars.compiled(GrammarSource("regex", "41", "f"))
+    await grammars.compiled(GrammarSource("regex", "41", "f"))
     assert await grammars.compiled(GrammarSource("regex", "40", "other field")) == first
     third = await grammars.compiled(GrammarSource("regex", "42", "f"))
-    assert forgotten == [second.key] and second.key not in grammars and third.key in grammars
-    assert grammars.num_bytes == len(first.frame) + len(third.frame) and helper.asked == ["40", "41", "42"]
+    assert forgotten == [keys["41"]] and keys["41"] not in grammars and keys["42"] in grammars
+    assert grammars.num_bytes == len(first) + len(third) and helper.asked == ["40", "41", "42"]
     big = await grammars.compiled(GrammarSource("regex", "1000", "f"))
-    assert len(forgotten) == 3 and big.key in grammars and grammars.num_bytes == len(big.frame) > 1000
+    assert len(forgotten) == 3 and keys["1000"] in grammars and grammars.num_bytes == len(big) > 1000
     assert GrammarSource("json", "40", "f").key != GrammarSource("regex", "40", "f").key
 
 
@@ -126,7 +126,7 @@ async def test_who_asks_meanwhile_waits_for_the_same():
     made = await asyncio.gather(*good, return_exceptions=True)
     assert isinstance(made[0], asyncio.CancelledError) and len(set(map(repr, made[1:]))) == 1
     assert [e.param for e in await asyncio.gather(*bad, return_exceptions=True)] == ["f0", "f1", "f2"]
-    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1].frame) + len("bad")
+    assert helper.asked == ["40", "bad"] and grammars.num_bytes == len(made[1]) + len("bad")
 
 
 DIES = """
@@ -156,7 +156,7 @@ async def test_too_much_work_is_told_from_a_death(number, expected, status):
     client = EngineClient("x", {})
     client._templates = made
     with pytest.raises(ApiError) as told:
-        await client.render(Render([], [], {}), 0)
+        await client.render(Render([], [], {}))
     assert told.value.status == status
     await made.close()
 
@@ -333,9 +333,9 @@ async def test_a_new_engine_gets_its_grammars_again(monkeypatch):
     client.grammars = Grammars(Pretended(), client._forget_grammar, max_bytes=250)
 
     async def submit(source):
-        grammar = await client.grammars.compiled(GrammarSource("regex", source, "f"))
-        asked = frames.Add("r", [[1]], SamplingParams(), grammar=grammar.key)
-        client.submit(asked, frames.pack(asked), grammar)
+        asked = GrammarSource("regex", source, "f")
+        grammar = await client.grammars.compiled(asked)
+        await client.submit(frames.Add("r", [[1]], SamplingParams(), grammar=asked.key), grammar)
 
     for source in ("40", "40", "41"):
         await submit(source)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fixtures_server import visiting
 
-from sameseed.server import reading
+from sameseed.server import connection
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
@@ -130,7 +130,7 @@ async def test_large_bodies_are_refused_before_they_are_read(open_):
 
 async def test_bodies_are_bounded_together(open_, monkeypatch):
     """Until a body is read completely, its size is unknown: many at once must not fill the memory."""
-    monkeypatch.setattr(reading, "MAX_ARRIVING", 1000)
+    monkeypatch.setattr(connection, "MAX_ARRIVING", 1000)
     json_type, read, go_on = {"content-type": "application/json"}, asyncio.Event(), asyncio.Event()
 
     async def slow():

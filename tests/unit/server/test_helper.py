@@ -118,7 +118,7 @@ async def test_nothing_is_taken_after_the_end():
     client.state = "ready"
     client.end_all(ApiError(503, "the end"))
     with pytest.raises(ApiError, match="shutting down") as caught:
-        client.submit(frames.Add("r", [[1]], SamplingParams()), b"")
+        await client.submit(frames.Add("r", [[1]], SamplingParams()))
     assert caught.value.status == 503 and not client._streams
 
 

@@ -10,8 +10,14 @@ from sameseed.habits import REQUEST
 from sameseed.request import Speculation
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, clean
-from sameseed.server.protocol import ChatFields, CompletionFields, DetokenizeFields, ResponseFields, TokenizeFields
-from sameseed.server.reading import read
+from sameseed.server.protocol import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    ResponseFields,
+    TokenizeFields,
+    read,
+)
 from sameseed.server.service import sampling, speculation
 
 ROUTES = [

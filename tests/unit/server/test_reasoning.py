@@ -14,8 +14,7 @@ from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece
-from sameseed.server.protocol import ChatFields, ResponseFields
-from sameseed.server.reading import read
+from sameseed.server.protocol import ChatFields, ResponseFields, read
 from sameseed.server.reasoning import PARSERS, Thoughts
 from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
@@ -111,7 +110,7 @@ async def test_a_server_reads_marks_by_its_template(pair, calls, template, end, 
     client.facts = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
     visit, fields = SimpleNamespace(size=0, id="0123456789", tenant=""), read(ChatFields, asked)
     service = Service(client, ServerConfig())
-    reply, _, _ = await service._prepared(visit, fields, codec, ChatReply)
+    reply, _ = await service._prepared(visit, fields, codec, ChatReply)
     assert not fields.skip_special_tokens
     events = list(reply.begin())
     for at, said in enumerate(texts):

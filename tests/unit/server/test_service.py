@@ -8,13 +8,13 @@ import threading
 import pytest
 from fixtures_server import until, visiting
 
-from sameseed.server import conversation, frames, gate as gates, limits, protocol, reading, structured
+from sameseed.server import conversation, frames, gate as gates, limits, protocol, structured
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
+from sameseed.server.connection import INLINE
 from sameseed.server.errors import ApiError
 from sameseed.server.protocol import ChatFields
-from sameseed.server.reading import INLINE
 from sameseed.server.text import TextCodec
 
 HELLO = {"role": "user", "content": "hi"}
@@ -104,9 +104,7 @@ async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(served, monk
     go.set()
     assert (await long).status_code == 503
     assert (await http.post("/v1/completions", json={"prompt": [5] * 40})).status_code == 503
-    assert [thread == threading.get_ident() for thread in threads] == [False, True], (
-        "a thread costs more than the short"
-    )
+    assert [thread == threading.get_ident() for thread in threads] == [False, True], "threads cost more than the short"
 
 
 async def test_prompts_are_bounded_in_sum(served, monkeypatch):
@@ -123,14 +121,14 @@ async def test_prompts_are_bounded_in_sum(served, monkeypatch):
 
 async def test_arguments_and_schemas_are_bounded_in_sum():
     many = json.dumps({"a": [0] * (limits.MAX_VALUES // 4)})
-    messages = reading.read(ChatFields, {"messages": [calling(many, 3)]}).messages
+    messages = protocol.read(ChatFields, {"messages": [calling(many, 3)]}).messages
     assert len(conversation.plain(messages)) == 1
-    messages = reading.read(ChatFields, {"messages": [calling(many, 5)]}).messages
+    messages = protocol.read(ChatFields, {"messages": [calling(many, 5)]}).messages
     with pytest.raises(ApiError, match="arguments of tool calls hold more than"):
         conversation.plain(messages)
     fits, beyond = (limits.MAX_TOOL_SCHEMAS // 50_000, 1 + limits.MAX_TOOL_SCHEMAS // 50_000)
     for count in (fits, beyond):
-        fields = reading.read(
+        fields = protocol.read(
             ChatFields, {"messages": [HELLO], "tools": tools(count, 50_000), "tool_choice": "required"}
         )
         if count == fits:

@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field, HttpUrl
 
 from sameseed.server import limits, schemas
 from sameseed.server.errors import ApiError
-from sameseed.server.protocol import ChatFields, CompletionFields, ResponseFields
-from sameseed.server.reading import read
+from sameseed.server.protocol import ChatFields, CompletionFields, ResponseFields, read
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 

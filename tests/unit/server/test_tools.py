@@ -12,8 +12,7 @@ from sameseed.request import FinishReason, SamplingParams
 from sameseed.server.chat import ChatReply
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece, Render
-from sameseed.server.protocol import ChatFields
-from sameseed.server.reading import read
+from sameseed.server.protocol import ChatFields, read
 from sameseed.server.service import tool_parser
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
