@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from sameseed.measure.load.show import draw, make_records
 from sameseed.measure.load.wire import Endpoint, base_url
 from sameseed.measure.workload import read_prompts
 from sameseed.report import record
+from sameseed.server.config import read_keys
 
 # Flags that are fields of LoadSettings by the same name.
 SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
@@ -110,14 +110,5 @@ def _arms(args: BenchServeArgs) -> list[Endpoint]:
 
 
 def read_key(file: Path | None, variable: str = "") -> str | None:
-    """The API key: the file's first line, else the first key in the variable, else None. Raises ConfigError."""
-    if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key from {file} ({error})") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"{file} holds no API key; write it on the first line")
-        return keys[0]
-    return os.environ.get(variable, "").partition(",")[0].strip() or None
+    """The API key: the file's first, else the first in the variable, else None. Raises ConfigError."""
+    return next(iter(read_keys(file, variable if file is None else "")), None)

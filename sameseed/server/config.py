@@ -128,21 +128,8 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path | None) -> Keys:
-        """Keys of a file (one per line; # comments) and of SAMESEED_API_KEY (comma-separated). Raises ConfigError."""
-        lines = os.environ.get(KEY_VARIABLE, "").split(",")
-        if path is not None:
-            try:
-                lines += path.read_text(encoding="utf-8").splitlines()
-                mode = path.stat().st_mode
-            except (OSError, UnicodeDecodeError) as error:
-                why = getattr(error, "strerror", None) or "it is not UTF-8"
-                raise ConfigError(f"cannot read API keys from {path} ({why}); give a text file") from None
-            if mode & 0o006:
-                log.warning("every user of this machine can read or change %s; chmod 600 it", path)
-        keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
-        if path is not None and not keys:
-            raise ConfigError(f"{path} holds no API key; write one a line")
-        return cls(keys, path)
+        """The keys of a file and of SAMESEED_API_KEY. Raises ConfigError."""
+        return cls(read_keys(path, KEY_VARIABLE), path)
 
     def restrict(self, check: Callable[[Keys], None]) -> None:
         """Apply a check, which raises ConfigError, now and to what `reload` reads."""
@@ -155,3 +142,21 @@ class Keys:
             fresh = Keys.read(self._path)
             self._check(fresh)
             self._digests = fresh._digests
+
+
+def read_keys(path: Path | None, variable: str) -> list[str]:
+    """Keys of an environment variable (with commas) and of a file (one per line; # comments). Raises ConfigError."""
+    lines = os.environ.get(variable, "").split(",")
+    if path is not None:
+        try:
+            lines += path.read_text(encoding="utf-8").splitlines()
+            mode = path.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(f"cannot read API keys from {path} ({why}); give a text file") from None
+        if mode & 0o006:
+            log.warning("every user of this machine can read or change %s; chmod 600 it", path)
+    keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+    if path is not None and not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line")
+    return keys

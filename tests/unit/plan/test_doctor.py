@@ -308,12 +308,12 @@ def test_servers_that_say_nothing(server, text, status, message, capsys):
 def test_a_key_that_is_not_there(server, tmp_path, capsys):
     key = ["--api-key-file", str(tmp_path / "none.txt")]
     assert main(["doctor", server, *key]) == 2
-    assert "cannot read the API key" in capsys.readouterr().err
+    assert "give a text file" in capsys.readouterr().err
     assert main(["tune", "m", "--engine", "vllm", "--url", server, "--drafts", "ngram", *key]) == 2
-    assert "cannot read the API key" in capsys.readouterr().err
+    assert "give a text file" in capsys.readouterr().err
     (tmp_path / "none.txt").write_text("\n")
     assert main(["doctor", server, *key]) == 2
-    assert "write it on the first line" in capsys.readouterr().err
+    assert "holds no API key" in capsys.readouterr().err
 
 
 def test_nobody_answers():
