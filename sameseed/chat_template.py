@@ -27,7 +27,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self._lists, self._texts = _content_forms(environment.parse(source))
+            self._lists, self._texts, self._nones = _content_forms(environment.parse(source))
         except Exception as error:  # a template comes with the weights: whatever it breaks is its fault
             raise _failed(error) from None
         self._developer = "'developer'" in source or '"developer"' in source
@@ -37,23 +37,25 @@ class ChatTemplate:
         """The text of `messages`, of at most MAX_ADDED characters beyond theirs. `values`: the other variables.
 
         Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
-        is left out; a template that cannot do without the content gets "".
+        is left out; one that asks whether the content is none is told so. A template that fails on this gets the
+        arguments of calls as they came, and "" as the content.
         """
         given = [self._message(m) for m in messages]
         most = MAX_ADDED + len(json.dumps(given, ensure_ascii=False, default=str))
         values = {"strftime_now": now.strftime, **values}
-        try:
-            given = _joined(given) if self._joins else given
+        as_came = [self._message(m, as_objects=False) for m in messages]
+        forms = [given, *([as_came] if as_came != given else [])]
+        if any(m.get("content") is None for m in given):
+            forms += [[{**m, "content": m.get("content") or ""} for m in form] for form in forms]
+        failed: list[RequestError] = []
+        for form in forms:
             try:
-                return self._text({**values, "messages": given}, most)
-            except TemplateError:
-                if all("content" in m for m in given):
-                    raise
-                return self._text({**values, "messages": [{"content": "", **m} for m in given]}, most)
-        except RequestError:
-            raise
-        except Exception as error:  # any error of the template's own code
-            raise _failed(error) from None
+                return self._text({**values, "messages": _joined(form) if self._joins else form}, most)
+            except RequestError:
+                raise
+            except Exception as error:  # any error of the template's own code
+                failed.append(_failed(error))
+        raise failed[-1]
 
     def _text(self, values: Mapping[str, Any], most: int) -> str:
         kept, size = [], 0
@@ -64,12 +66,12 @@ class ChatTemplate:
             kept.append(part)
         return "".join(kept)
 
-    def _message(self, message: Any) -> dict[str, Any]:
-        """The message as the template takes it. Raises RequestError for one without a role or content."""
+    def _message(self, message: Any, as_objects: bool = True) -> dict[str, Any]:
+        """The message as the template takes it, with arguments of calls as objects. Raises RequestError for one without a role or content."""
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
         made = {name: value for name, value in message.items() if value is not None}
-        if isinstance(calls := made.get("tool_calls"), list | tuple):
+        if as_objects and isinstance(calls := made.get("tool_calls"), list | tuple):
             made["tool_calls"] = list(map(opened, calls))
         content = made.get("content")
         if isinstance(content, str):
@@ -82,6 +84,8 @@ class ChatTemplate:
             raise RequestError(f"the content of a message must be text, or a list of text parts, got {message!r}")
         if made["role"] == "function" or (made["role"] == "developer" and not self._developer):
             made["role"] = {"function": "tool", "developer": "system"}[made["role"]]  # as templates call them
+        if content is None and self._nones:
+            made["content"] = None
         reasoning = next((made[name] for name in REASONING if name in made), None)
         return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
 
@@ -138,14 +142,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _content_forms(tree: nodes.Template) -> tuple[bool, bool]:
-    """Whether a template goes through the parts of a content, and whether it asks if a content is text."""
+def _content_forms(tree: nodes.Template) -> tuple[bool, bool, bool]:
+    """Whether a template goes through the parts of a content, and whether it asks if a content is text, or none."""
     named = {"content"} | {
         node.target.name for node in tree.find_all(nodes.Assign)
         if isinstance(node.target, nodes.Name) and _is_content(node.node, set())
     }  # fmt: skip
     lists = any(_is_content(node.iter, named) for node in tree.find_all(nodes.For))
-    return lists, any(t.name == "string" and _is_content(t.node, named) for t in tree.find_all(nodes.Test))
+    asked = {test.name for test in tree.find_all(nodes.Test) if _is_content(test.node, named)}
+    return lists, "string" in asked, "none" in asked
 
 
 def _is_content(node: nodes.Node, named: set[str]) -> bool:

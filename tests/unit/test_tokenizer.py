@@ -292,6 +292,23 @@ def test_templates_render_as_in_transformers(template, generation):
             assert with_template(template).render_chat(messages, generation, tools) == wanted
 
 
+def test_templates_of_text_alone_get_calls_without_losing_them():
+    """As DeepSeek-R1's: calls where the content is none, and arguments joined to text."""
+    template = (
+        "{% for m in messages %}{% if m['content'] is none %}{% for c in m['tool_calls'] %}"
+        "{{ 'call ' + c['function']['name'] + ' ' + c['function']['arguments'] }}{% endfor %}"
+        "{% else %}{% set text = m['content'] %}{{ '|' + text }}{% endif %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":  1.0}'}}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    for answer in (said[1], {**said[1], "content": None}):
+        assert with_template(template).render_chat([said[0], answer]) == '|xcall f {"a":  1.0}'
+    plain = template.replace("m['content'] is none", "m['tool_calls']")
+    assert with_template(plain).render_chat(said) == '|xcall f {"a":  1.0}'
+    with pytest.raises(RequestError, match="calls alone"):
+        with_template(template + "{{ raise_exception('calls alone') }}").render_chat(said)
+
+
 def test_templates_have_a_clock_that_stands_still():
     tokenizer = with_template("{{ strftime_now('%Y-%m-%d %H:%M') }}")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d 00:00", tokenizer.render_chat(HELLO))
