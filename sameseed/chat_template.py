@@ -67,7 +67,10 @@ class ChatTemplate:
         return "".join(kept)
 
     def _message(self, message: Any, as_objects: bool = True) -> dict[str, Any]:
-        """The message as the template takes it, with arguments of calls as objects. Raises RequestError for one without a role or content."""
+        """The message as the template takes it; `as_objects`: the arguments of its calls are objects, not their text.
+
+        Raises RequestError for one without a role or content.
+        """
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
         made = {name: value for name, value in message.items() if value is not None}

@@ -222,7 +222,7 @@ class _SchemaWalk:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
 
 
-_PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|<\w+>)|.", re.DOTALL)
+_PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|P?<\w+>)?|.", re.DOTALL)
 _AROUND = '[^"]*'  # any characters that need no escape in JSON
 # What may match a character that a JSON string must escape, which the grammar would write unescaped.
 _UNSAFE = re.compile(r'\\["\\nrtfv0xuc]|["\x00-\x1f]')
@@ -233,7 +233,7 @@ def whole_match(pattern: str) -> str:
 
     Raises ValueError for what no grammar can follow: assertions, and anchors within an alternative.
     """
-    parts = _PART.findall(pattern)
+    parts = [part.replace("(?P<", "(?<") for part in _PART.findall(pattern)]  # Python's names of groups
     for part in parts:
         if part[:2] == "(?" and part[-1] in "=!":
             raise ValueError("may hold no lookahead or lookbehind")

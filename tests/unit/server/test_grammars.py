@@ -17,6 +17,7 @@ from fixtures_server import pretender
 from lawkit import EOS, MODEL_VOCAB
 from tokenizers import Tokenizer as HFTokenizer
 
+from sameseed.errors import RequestError
 from sameseed.grammar.matching import Matching
 from sameseed.models.harmony import Harmony
 from sameseed.request import SamplingParams
@@ -291,7 +292,7 @@ PATTERNS = {
     "^https://": ["https://", "https://a", "http", " https://"], "[0-9]+$": ["a1", "12", "1a", ""],
     "^[ab]+$": ["ab", "abc", "cab"], "b": ["abc", "b", "ac"], "a|^b": ["xay", "bx", "xb", "x"],
     "^(a|b)$": ["a", "b", "ab", "xa"], "(?:^a|b$)": ["ax", "xb", "xa", "bx"], "^a|b$|^$": ["ax", "xb", "", "xa"],
-    r"\^|[$]": ["x^y", "$", "x"], "^(a)(b)$": ["ab", "a", "xab"],
+    r"\^|[$]": ["x^y", "$", "x"], "^(a)(b)$": ["ab", "a", "xab"], "(?P<x>a)b$": ["xab", "a"],
 }  # fmt: skip
 
 
@@ -305,6 +306,11 @@ def test_a_pattern_matches_a_part_of_the_text(words, pattern):
             written = json.dumps(text) if "pattern" in schema else f'{{{json.dumps(text)}:"x"}}'
             tokens = [words.vocabulary.pieces.index(bytes([byte])) for byte in written.encode()]
             assert matched.allowed(tokens, ())[EOS] == bool(re.search(pattern, text)), (text, source)
+
+
+def test_a_group_of_an_unknown_kind_is_no_text(words):
+    with pytest.raises(RequestError, match="Group"):
+        words.compiled("json", schemas.check({"type": "string", "pattern": "(?>a)"}, "response_format"))
 
 
 def test_strict_calls_amid_free_text(words):
