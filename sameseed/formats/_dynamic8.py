@@ -26,16 +26,15 @@ TABLE = _table()
 BORDERS = (TABLE[1:] + TABLE[:-1]) / 2
 
 
-def encode(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes uint8 [n] of x [n], and the absmax float32 [n / 256] (rounded up) of each block."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[0] % block)).view(-1, block)
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[0] % BLOCK)).view(-1, BLOCK)
     sizes = padded.abs().amax(-1)
     steps = padded / torch.where(sizes > 0, sizes, 1.0)[:, None]
     codes = torch.bucketize(steps, BORDERS.to(x.device)).to(torch.uint8)
     return codes.flatten()[: x.shape[0]], sizes
 
 
-def decode(codes: Tensor, sizes: Tensor, block: int = BLOCK, table: Tensor | None = None) -> Tensor:
-    """The inverse of `encode`, float32 [n]; `table`: the code values, where a checkpoint stores its own."""
-    values = (TABLE if table is None else table).to(codes.device)[codes.long()]
-    return values * sizes.repeat_interleave(block)[: codes.shape[0]]
+def decode(codes: Tensor, sizes: Tensor) -> Tensor:
+    """The inverse of `encode`, float32 [n]."""
+    return TABLE.to(codes.device)[codes.long()] * sizes.repeat_interleave(BLOCK)[: codes.shape[0]]
