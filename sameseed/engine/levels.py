@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from sameseed import fields, ops, registry
 from sameseed.config import SpecConfig
@@ -140,8 +141,5 @@ def drafter_class(spec: SpecConfig) -> type[Drafter]:
     """The class of a level's drafter. Raises RegistryError for an unknown name."""
     if spec.method == "none":
         return NoDrafter
-    if spec.drafter is not None:
-        own: type[Drafter] = spec.drafter if isinstance(spec.drafter, type) else type(spec.drafter)
-        return own
-    found: type[Drafter] = registry.load("drafters", spec.method).DRAFTER
-    return found
+    chosen: Any = registry.load("drafters", spec.method).DRAFTER if spec.drafter is None else spec.drafter
+    return cast(type[Drafter], chosen if isinstance(chosen, type) else type(chosen))
