@@ -5,7 +5,7 @@ A table stands between two markers, and the text between them is replaced:
     <!-- table:summary -->    a table of records; recorded.py has one function for each
     <!-- picture:speed -->    a picture of records in docs/pictures; pictures.py has one function for each
     <!-- study:assisted -->   what a published study found here, from studies/assisted.jsonl
-    <!-- servers:promises -->   which promises servers kept, from promises.jsonl
+    <!-- servers:promises -->   which promises servers kept, from promises.jsonl; `families`: by model and draft
     <!-- registry:drafters -->   the entries of a registry, with the first sentence of each
     <!-- models:known -->    memory that known models need, from their shapes
     <!-- flags:sampling -->   settings of sampling, or of the engine (flags:engine): defaults and meaning

@@ -1,4 +1,7 @@
-"""The table of promises that servers kept, from promises.jsonl, for the markers `servers:NAME`."""
+"""The tables of promises that servers kept, for the markers `servers:promises` and `servers:families`.
+
+They come from promises.jsonl and promises_families.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,38 @@ def name_of(record: Record) -> str:
     return ENGINES[record["config"]["engine"]] + (", draft" if drafts else "")
 
 
-def promises(_: str) -> str:
+COLUMNS = {  # of the table by families: the promises of `verify-server` that a column sums up
+    "same request again": ("repeat", "stream", "later"),
+    "alone = under load": ("load", "ties"),
+    "from the prefix cache": ("prefix",),
+    "with drafts = without": ("again", "speculation"),
+    "its seed again": ("seeds",),
+    "log-probabilities": ("logprobs",),
+}
+
+
+def families() -> str:
+    """Table with one row per server, model and draft, and one column per kind of promise."""
+    rows = []
+    for record in lines("promises_families"):
+        asked, cells = {p["id"]: p for p in record["promises"]}, []
+        for names in COLUMNS.values():
+            parts = [asked[n] for n in names if n in asked and asked[n]["status"] != "not shown"]
+            differing, compared = (sum(p[name] for p in parts) for name in ("differing", "compared"))
+            status = "broken" if differing else "holds"
+            cells.append(f"{status}, {differing} of {compared}" if parts else "not shown")
+        if record["started"]["draft"] == "none":
+            cells[list(COLUMNS).index("with drafts = without")] = ""
+        told = record["started"]
+        drafted = f"{told['draft_tokens']:,}, {told['accepted']:,}" if told["draft"] != "none" else ""
+        rows.append([told["model"], told["server"], told["draft"], drafted, *cells])
+    return f"{markdown(['model', 'server', 'draft', 'drafted, accepted', *COLUMNS], rows)}\n"
+
+
+def promises(name: str) -> str:
     """Table with one row per promise and one column per server: how many of the compared texts differed."""
+    if name == "families":
+        return families()
     found = lines("promises")
     if not found:
         return "*No record yet: `sameseed verify-server URL --out benchmarks/results/promises.jsonl` writes one.*\n"

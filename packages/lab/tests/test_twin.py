@@ -26,7 +26,7 @@ from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, read_config
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.scheme import QuantScheme
-from sameseed_lab.twin import make_twin
+from sameseed_lab.twin import find_shape, make_twin
 from sameseed_lab.twin.layout import make_layout
 from sameseed_lab.twin.source import TwinSource
 
@@ -235,6 +235,8 @@ def test_sources_that_are_no_plain_llama() -> None:
             make_layout(parse_config({**SHAPES["llama-3.2-1b"], **change}), get_shape("llama-3.1-8b"), {})
     with pytest.raises(ConfigError, match="norms of queries"):
         make_layout(get_shape("qwen3-0.6b"), get_shape("qwen3-8b"), {})
+    with pytest.raises(ConfigError, match="use a model of one of these"):
+        find_shape("qwen3-30b-a3b")
 
 
 def test_a_full_disk_is_found_before_anything_is_written(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sameseed.errors import ConfigError
 from sameseed.measure.shapes import NAMES, get_shape
-from sameseed.models.config import ModelConfig, read_json
+from sameseed.models.config import ModelConfig, llama_only, read_json
 from sameseed.models.eagle_loader import open_head, target_ids
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
@@ -39,7 +39,8 @@ class Twin:
 def find_shape(name: str) -> ModelConfig:
     """A shape by its name, or the shape of a folder with a config.json. Raises ConfigError, ModelLoadError."""
     folder = Path(name)
-    return read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
+    found = read_config(folder) if folder.is_dir() and name.lower() not in NAMES else get_shape(name, "its folder")
+    return llama_only(found, "twin")
 
 
 def make_twin(
