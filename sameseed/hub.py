@@ -52,7 +52,10 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
     from sameseed import store  # which imports numpy
 
     model = PACKAGED[name]
-    kept = store.cache_folder() / "models" / model.file
+    try:
+        kept = store.cache_folder() / "models" / model.file
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{model.title} has no place: {error}; set {store.VARIABLE} to a folder") from None
     for folder in (Path(f).expanduser() for f in (os.environ.get(MODELS), kept.parent) if f):
         if (folder / model.file).is_file():
             return folder / model.file

@@ -70,10 +70,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "banned_token_ids", "allowed_token_ids"):  # copies, of lists too
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        copies = {"stop": tuple, "stop_token_ids": tuple, "banned_token_ids": tuple, "allowed_token_ids": tuple}
+        for name, copied in {**copies, "logit_bias": dict}.items():
+            value = getattr(self, name)
+            if value is None and name != "allowed_token_ids":  # as in other libraries
+                value = ()
+            try:
+                object.__setattr__(self, name, value if value is None else copied(value))
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"{name} must be {'an object' if copied is dict else 'a list'}, got {value!r}"
+                ) from None
         fields.check(self, RequestError)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")

@@ -51,11 +51,16 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
 
 
 def cache_folder() -> Path:
-    """The folder of the measurements: $SAMESEED_CACHE, else `sameseed` in the user's cache folder."""
+    """The folder of the measurements: $SAMESEED_CACHE, else `sameseed` in the user's cache folder.
+
+    Raises FileNotFoundError for a user without a home folder.
+    """
     own = os.environ.get(VARIABLE)
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sameseed"
+    try:
+        folder = Path(own or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home folder") from None
+    return folder if own else folder / "sameseed"
 
 
 def digest(parts: Mapping[str, object]) -> str:
@@ -81,9 +86,8 @@ def weights_key(path: Path) -> str:
 
 def read(kind: str, key: str) -> Arrays | None:
     """The arrays stored under a key; None if there are none, or if they are not as they were written."""
-    file = _file(kind, key)
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        with np.load(_file(kind, key), allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         if not np.array_equal(arrays.pop(DIGEST, 0), _digest_of(arrays)):
             raise ValueError("its digest differs")
@@ -102,16 +106,14 @@ def refuse(kind: str, key: str, why: object) -> None:
 
 def write(kind: str, key: str, arrays: Arrays) -> None:
     """Store arrays under a key. If the folder cannot be written, a warning is logged and nothing is stored."""
-    file = _file(kind, key)
     try:
+        file = _file(kind, key)
         for folder in (cache_folder(), file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(file, PRIVATE) as stream:
             np.savez_compressed(stream, allow_pickle=False, **arrays, **{DIGEST: _digest_of(arrays)})
     except OSError as error:
-        log.warning(
-            "cannot keep measurements in %s (%s); set %s to a folder that can be written", file, error, VARIABLE
-        )
+        log.warning("cannot keep measurements (%s); set %s to a folder that can be written", error, VARIABLE)
 
 
 def _digest_of(arrays: Arrays) -> NDArray[np.uint8]:

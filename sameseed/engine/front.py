@@ -139,7 +139,7 @@ def _plain(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, str | Seq) and not prompt:
         raise RequestError("the prompt is empty; give at least one token of text")
-    if not isinstance(prompt, Seq) or not all(isinstance(t, int) for t in prompt):
+    if not isinstance(prompt, Seq) or isinstance(prompt, bytes) or not all(isinstance(t, int) for t in prompt):
         raise RequestError(f"a prompt is text or a list of token ids, got {str(prompt)[:60]}")
     return list(prompt)
 
@@ -147,7 +147,7 @@ def _plain(prompt: Any) -> str | list[int]:
 def as_list(prompts: Any) -> list[Prompt]:
     """A list of prompts, from one prompt or several."""
     items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
+    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
         return [items]
     items = list(items)
     return [items] if items and isinstance(items[0], int) else items

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
+from threading import RLock
 from typing import Any, overload
 
 from sameseed.engine.front import Front, Message, Prompt, as_list
@@ -21,6 +22,7 @@ class LLM(Front):
 
     def _start(self) -> None:
         self._mail: dict[str, deque[Delta]] = {}  # request id -> deltas not yielded by its stream yet
+        self._turn = RLock()  # of threads at the engine; reentrant: a stream may be freed, and so end, within a step
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None, **sampling: Any
@@ -91,19 +93,22 @@ class LLM(Front):
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
         """Run requests to their end. Blocks are freed even if this is interrupted (Ctrl-C, a closed generator)."""
         engine, mine = self.engine, deque[Delta]()
-        self._mail.update((r.request_id, mine) for r in requests)
         try:
-            for request in requests:
-                engine.add(request)
+            with self._turn:
+                self._mail.update((r.request_id, mine) for r in requests)
+                for request in requests:
+                    engine.add(request)
             open_ends = len(requests)
             while open_ends:
-                while not mine:  # a step may serve other open streams too: each gets its own deltas
-                    for delta in engine.step():
-                        self._mail.get(delta.request_id, mine).append(delta)
+                with self._turn:
+                    while not mine:  # a step may serve other open streams too: each gets its own deltas
+                        for delta in engine.step():
+                            self._mail.get(delta.request_id, mine).append(delta)
                 delta = mine.popleft()
                 open_ends -= delta.completion is not None
                 yield delta
         finally:
-            for request in requests:
-                engine.abort(request.request_id)
-                self._mail.pop(request.request_id, None)
+            with self._turn:
+                for request in requests:
+                    engine.abort(request.request_id)
+                    self._mail.pop(request.request_id, None)

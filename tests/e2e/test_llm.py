@@ -1,5 +1,7 @@
 """LLM from a folder: generate, stream, chat, and what it refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from lawkit import SAMPLED, assert_nothing_left, write_model
 
@@ -97,6 +99,16 @@ def test_two_streams_of_one_llm(drafted):
     assert drafted.generate(PROMPTS[1], ASKED)[0].text == wanted[1], "beside one that nobody reads"
     assert first + "".join(d.text for d in slow) == wanted[0]
     assert_nothing_left(drafted.engine)
+
+
+def test_threads_share_one_llm(drafted):
+    wanted = [drafted.generate(p, ASKED)[0].text for p in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        for _ in range(5):
+            assert [done[0].text for done in threads.map(lambda p: drafted.generate(p, ASKED), PROMPTS)] == wanted
+    assert_nothing_left(drafted.engine)
+    with pytest.raises(RequestError, match="text or a list"):
+        drafted.generate(b"x", ASKED)
 
 
 def test_chat(drafted, plain):

@@ -166,6 +166,11 @@ def test_what_is_given_loosely_is_kept_strictly():
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 1.0
     assert dataclasses.replace(params, temperature=0.5).stop == ("END",)
+    unset = dict.fromkeys(("stop", "stop_token_ids", "banned_token_ids", "allowed_token_ids", "logit_bias"))
+    assert SamplingParams(**unset) == SamplingParams()
+    for name in unset:
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: 5})
 
 
 def test_derived():

@@ -68,6 +68,15 @@ def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, 
     assert store.VARIABLE in caplog.text and store.read("kind", "key") is None
 
 
+def test_a_user_without_a_home_folder_goes_on(monkeypatch, caplog):
+    for name in ("HOME", "XDG_CACHE_HOME", store.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert store.read("kind", "key") is None
+    store.write("kind", "key", {"a": np.arange(3)})
+    assert store.VARIABLE in caplog.text
+
+
 def test_a_digest_of_weights_is_that_of_a_copy(tmp_path, pair_folders):
     keys = [store.weights_key(folder) for folder in pair_folders]
     assert keys[0] != keys[1]
