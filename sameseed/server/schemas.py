@@ -146,16 +146,19 @@ class _SchemaWalk:
         return found if isinstance(found, dict) else None
 
     def _tell_apart(self, node: dict[str, Any]) -> None:
-        """Turn oneOf into anyOf if a discriminator tells the forms apart; the library does not look behind references.
+        """Turn oneOf into anyOf if types or a discriminator tell the forms apart.
 
-        The discriminator's property becomes required. Pydantic does not require it if it has a default, but refuses
-        texts without it.
+        The library sees types of the plainest forms only, and does not look behind references. A discriminator's
+        property becomes required: pydantic does not require it if it has a default, but refuses texts without it.
         """
         told = node.get("discriminator")
         name = told.get("propertyName") if isinstance(told, dict) else None
         forms = [self._found(f["$ref"]) if isinstance(f, dict) and "$ref" in f else f for f in node["oneOf"]]
-        tags = [_texts(form, name) for form in forms]
-        if all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
+        tags, kinds = [_texts(form, name) for form in forms], list(map(_kinds, forms))
+        if all(kinds) and len(set().union(*kinds)) == sum(map(len, kinds)):
+            node["anyOf"] = node.pop("oneOf")
+            self.changed = True
+        elif all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
             for form in forms:
                 required = form.setdefault("required", [])
                 if isinstance(required, list) and name not in required:
@@ -286,6 +289,12 @@ def _texts(form: Any, name: Any) -> set[str]:
     part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
     values = part.get("enum", [part.get("const")]) if isinstance(part, dict) else None
     return set(values) if isinstance(values, list) and all(isinstance(v, str) for v in values) else set()
+
+
+def _kinds(form: Any) -> set[str]:
+    """The types of a schema's values, without "integer", which is a number; empty if it does not say."""
+    said = form.get("type", []) if isinstance(form, dict) else []
+    return {"number" if kind == "integer" else kind for kind in ([said] if isinstance(said, str) else said)}
 
 
 def _exact(value: Any) -> bool:
