@@ -80,7 +80,7 @@ class ChatTemplate:
         if isinstance(content, str):
             if self._lists and not self._texts:
                 made["content"] = [{"type": "text", "text": content}]
-        elif isinstance(content, list | tuple) and content and all(map(_is_text, content)):
+        elif isinstance(content, list | tuple) and all(map(_is_text, content)):
             parts = [{**part, "type": "text"} for part in content]
             made["content"] = parts if self._lists else "\n".join(part["text"] for part in parts)
         elif content is not None or made["role"] != "assistant":

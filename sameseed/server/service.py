@@ -221,7 +221,8 @@ class Service:
     async def detokenize(self, visit: Arrived, fields: DetokenizeFields) -> JSONResponse:
         """Answer POST /detokenize."""
         with self.gate.enter(visit.tenant, 0, visit.size):
-            return JSONResponse({"prompt": (await self.loaded(fields.model).spelt([fields.tokens]))[0]})
+            (text,) = await self.loaded(fields.model).spelt([fields.tokens], field="tokens")
+            return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self) -> JSONResponse:
         """Answer GET /tokenizer_info."""

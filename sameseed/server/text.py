@@ -99,13 +99,15 @@ class TextCodec:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
-    async def spelt(self, prompts: Seq[str | Seq[int]], skip_special_tokens: bool = False) -> list[str]:
+    async def spelt(
+        self, prompts: Seq[str | Seq[int]], skip_special_tokens: bool = False, field: str = "prompt"
+    ) -> list[str]:
         """Prompts as texts. Raises ApiError 400 for token ids outside the vocabulary."""
 
         def spell(prompt: str | Seq[int]) -> str:
             if isinstance(prompt, str):
                 return prompt
-            check_token_ids("prompt", prompt, self.vocab_size)
+            check_token_ids(field, prompt, self.vocab_size)
             return self.tokenizer.decode(prompt, skip_special_tokens)
 
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))

@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused(http):
     tool = {"type": "function", "function": {"name": "f"}}
     chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
     assert refused(http, path="/v1/chat/completions", **chat)["param"] == "tools", "its template knows none"
-    assert refused(http, path="/detokenize", tokens=[304])["param"] == "prompt"
+    assert refused(http, path="/detokenize", tokens=[304])["param"] == "tokens"
 
 
 def test_what_is_more_than_fits_ends_where_the_context_does(http):

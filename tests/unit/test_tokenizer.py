@@ -326,7 +326,9 @@ IN_PARTS = "{% for m in messages %}{% for p in m['content'] %}<{{ p.type }} {{ p
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", PARTS, "a\nb"),
         ("{{ messages[0]['content'].split('\n') | join('+') }}", PARTS, "a+b"),
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", [], "<>"),
         (IN_PARTS, PARTS, "<text a><text b>"),
+        (IN_PARTS, [], ""),
         (IN_PARTS, "whole", "<text whole>"),
         (IN_PARTS.replace("m['content']", "m.content | selectattr('type', 'equalto', 'text')"), "x", "<text x>"),
         ("{% set c = messages[0].content %}{% for p in c %}{{ p.text }};{% endfor %}", PARTS, "a;b;"),
