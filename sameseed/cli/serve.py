@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def run(parsed: Parsed[ServeArgs]) -> int:
     from sameseed.server.run import serve
 
     logs.set_up(args.log_level)
-    folder = Path(engine.model).expanduser()  # clients must not see its path
+    folder = Path(os.path.expanduser(engine.model))  # clients must not see its path
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(
         **{f.name: getattr(args, f.name) for f in fields(ServerFlags)},

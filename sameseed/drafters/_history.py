@@ -131,7 +131,7 @@ class TextStore:
     """
 
     def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
-        self.path = path.expanduser()
+        self.path = Path(os.path.expanduser(path))
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size or 0
         self._since_rewrite = 0

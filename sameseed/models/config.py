@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -339,7 +340,7 @@ def own_draft(model: str) -> str:
 
     Models without either are told apart without importing torch. A model of the hub is fetched.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not path.exists() and "/" in model and not model.startswith((".", "/", "~")):
         from sameseed.models.loader import resolve_model
 

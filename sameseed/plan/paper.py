@@ -8,6 +8,7 @@ them. The interval is how far the records differ from this model.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
 
 def find(model: str) -> Path:
     """Path of a model's config: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model in EMBEDDED or path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
         if model not in EMBEDDED and not path.exists():
             raise ModelLoadError(

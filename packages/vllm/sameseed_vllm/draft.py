@@ -6,6 +6,7 @@ available.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +83,7 @@ def model_path(name: str) -> str:
     """A folder that vLLM finds, or a hub id as it is. Raises ModelLoadError for a file, or for no such model."""
     if name in EMBEDDED:
         return str(ASSETS / EMBEDDED[name])
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file() or name.endswith(".gguf"):
         raise ModelLoadError(f"vLLM serves Hugging Face folders, and {name} is a file; give the checkpoint's folder")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):

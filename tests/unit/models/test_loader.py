@@ -25,7 +25,7 @@ from sameseed import ops
 from sameseed.errors import ConfigError, ModelLoadError, SameseedError
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import parse_config
+from sameseed.models.config import own_draft, parse_config
 from sameseed.models.layouts.base import say_once
 from sameseed.models.loader import read_config, resolve_model, target_scheme
 from sameseed.models.safetensors_file import SafetensorsFile
@@ -240,6 +240,7 @@ def test_unknown_path(name, monkeypatch, tmp_path):
         resolve_model(name)
     for word in (repr(name), "folder", "org/name", "embedded"):
         assert word in str(caught.value)
+    assert own_draft(name) == "none"
 
 
 def test_hub_id_downloads_no_code_and_no_pickle(folder, monkeypatch):

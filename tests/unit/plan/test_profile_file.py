@@ -66,6 +66,7 @@ def test_the_table_by_batch_has_no_gaps():
         ("3-8 = 2", "4-8 = 2", "without gaps"),
         ("3-8 = 2", "many = 2", "without gaps"),
         ("threads = ", "threads = true # ", "must be of type int"),
+        ("[machine]", "quality = 3\n[machine]", "expected a table"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_remedy(old, new, message, tmp_path):
@@ -73,8 +74,9 @@ def test_a_bad_file_is_refused_with_the_remedy(old, new, message, tmp_path):
     (tmp_path / "p.toml").write_text(text(made()).replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         Tuned.read(tmp_path / "p.toml")
-    with pytest.raises(ConfigError, match="cannot read"):
-        Tuned.read(tmp_path / "none.toml")
+    for nowhere in (tmp_path / "none.toml", "~no-such-user/p.toml"):
+        with pytest.raises(ConfigError, match="cannot read"):
+            Tuned.read(nowhere)
 
 
 def written(tuned, folder):
