@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
 from sameseed.request import Grammar
+from sameseed.tokenizer import shared
 
 # Thread time in seconds that a grammar may take: FREE in all, plus EACH per mask. A grammar that takes more is given
 # up, because it delays all sequences of a batch.
 FREE, EACH = 1.0, 0.005
 MAX_KNOWN = 256  # places in a text whose allowed tokens a Choice caches
+_HEADS = (3, 8, 16, 32, 64)  # lengths of the piece prefixes by which the longest piece is looked up
 
 
 class Allowance:
@@ -47,15 +49,21 @@ class Vocabulary:
         self.writable = self.in_calls.copy()  # [V]: those that any text may hold
         self.writable[list({*marks} - {*self.eos_token_ids})] = False
         self._tokens: dict[bytes, list[int]] = {}
+        self._longest: dict[bytes, int] = {}  # length of the longest piece, by piece prefix
         for token, piece in enumerate(self.pieces):
             if piece and self.writable[token] and token not in self.eos_token_ids:
                 self._tokens.setdefault(piece, []).append(token)
-        self._longest = max(map(len, self._tokens), default=0)
+                for head in (piece[:size] for size in _HEADS if size <= len(piece)):
+                    self._longest[head] = max(self._longest.get(head, 0), len(piece))
 
-    def beginning(self, text: bytes) -> list[int]:
-        """The tokens that spell a prefix of `text`."""
-        ends = range(1, min(len(text), self._longest) + 1)
-        return [token for end in ends for token in self._tokens.get(text[:end], ())]
+    def beginning(self, text: bytes, beyond: int = 0) -> list[int]:
+        """The tokens that spell a prefix of `text` of more than `beyond` bytes."""
+        longest = len(text)
+        for size in _HEADS:
+            if size > longest:
+                break
+            longest = min(longest, self._longest.get(text[:size], size - 1))
+        return [token for end in range(beyond + 1, longest + 1) for token in self._tokens.get(text[:end], ())]
 
     def spell(self, token_ids: Seq[int]) -> bytes:
         """The bytes of `token_ids`, up to the first end token."""
@@ -75,6 +83,7 @@ class Choice:
 
     def __init__(self, choices: Seq[str], vocabulary: Vocabulary) -> None:
         self._choices = sorted({c.encode("utf-8") for c in choices})
+        self._common = [0, *map(shared, self._choices, self._choices[1:])]  # bytes shared with the choice before
         self._vocabulary = vocabulary
         self._known: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
         self._lock = threading.Lock()
@@ -103,10 +112,15 @@ class Choice:
         return self
 
     def _tokens(self, begin: int, end: int, size: int) -> list[int]:
-        """The tokens that may come next in the choices begin..end, which share their first `size` bytes."""
+        """The tokens that may come next in the choices begin..end, which share their first `size` bytes.
+
+        Tokens within the bytes that a choice shares with the one before were found there: thousands of choices with a
+        long common beginning would else use up the time limit.
+        """
         tokens = list(self._vocabulary.eos_token_ids) if len(self._choices[begin]) == size else []
-        for choice in self._choices[begin:end]:
-            tokens += self._vocabulary.beginning(choice[size:])
+        for i in range(begin, end):
+            seen = self._common[i] - size if i > begin else 0
+            tokens += self._vocabulary.beginning(self._choices[i][size:], seen)
         return tokens
 
 

@@ -63,6 +63,17 @@ def test_every_choice_can_be_made(pair, vocabulary):
     assert set(counts) == set(CHOICES)
 
 
+def test_what_choices_share_is_looked_up_once(monkeypatch):
+    """Else thousands of choices with a common beginning use up the time limit."""
+    vocabulary = Vocabulary([*(bytes([b]) for b in range(128)), b"ab", b"end"], [129])
+    looked_up = []
+    beginning = vocabulary.beginning
+    monkeypatch.setattr(vocabulary, "beginning", lambda *args: looked_up.extend(found := beginning(*args)) or found)
+    grammar = Choice([f"{'ab' * 30}{i:03d}" for i in range(300)], vocabulary)
+    assert np.flatnonzero(grammar.allowed([128] * 5, [])).tolist() == [ord("a"), 128]
+    assert len(looked_up) == len(set(looked_up))
+
+
 def test_masks_are_those_of_every_choice_on_its_own():
     """The masks equal those of each choice by itself: sorting and shared prefixes only save work."""
     rng = random.Random(0)
