@@ -121,7 +121,6 @@ class _Cut:
         return speed(w.read_bytes - unread, self.target_bytes, RIGHT * share, self.drafter.at_once)
 
 
-def is_counted(options: object) -> bool:
-    """Whether a drafter's options ask for tokens that the target says."""
-    text = getattr(options, "vocabulary", "")
-    return bool(text == AUTO or text.isdecimal())
+def is_counted(vocabulary: str) -> bool:
+    """Whether the option `vocabulary` asks for tokens that the target says."""
+    return vocabulary == AUTO or vocabulary.isdecimal()

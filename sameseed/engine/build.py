@@ -14,7 +14,7 @@ from sameseed import ops, registry, store
 from sameseed.config import OWNS, EngineConfig, SpecConfig
 from sameseed.cost.draft_format import chosen_scheme
 from sameseed.cost.said import AUTO, SaidTokens, is_counted
-from sameseed.drafters._vocabulary import read_vocabulary
+from sameseed.drafters._vocabulary import Reducible, read_vocabulary
 from sameseed.engine.calibrate import measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.learned import learned_key, machine_here
@@ -120,7 +120,7 @@ def load_parts(
             drafts.append(load_model(m.folder, backend, m.quant, draft_len, config.device, progress))
     used = [(folder, quant), *((m.folder, m.quant) for m in models)]
     key = learned_key(config, used) if config.spec.policy == "goodput" else None
-    counted = any(is_counted(each.options) for each in level.every())
+    counted = any(is_counted(_vocabulary(each)) for each in level.every())
     said = SaidTokens(folder, target.config.vocab_size) if counted else None
     return Loaded(config, tokenizer, num_blocks, target, tuple(drafts), key, said)
 
@@ -169,7 +169,7 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     level = resolve(config.spec)
     level.check()
     for each in level.every():
-        if (text := getattr(each.options, "vocabulary", "")) not in ("", AUTO):
+        if (text := _vocabulary(each)) not in ("", AUTO):
             read_vocabulary(text, read_config(folder).vocab_size)
     models = models_of(level, folder, quant, config.device)
     for m in models:
@@ -236,13 +236,19 @@ def _build_drafter(
     if own is not None:
         own = own.beside(captures=tuple(sorted({layer for b in below for layer in b.drafter.captures})))
     options: Any = level.options
-    counted = is_counted(options) and (parts.said is not None or options.vocabulary == AUTO)
+    vocabulary = _vocabulary(level)
+    counted = is_counted(vocabulary) and (parts.said is not None or vocabulary == AUTO)
     made: Any = cls.build(
         replace(options, vocabulary="") if counted else options, Parts(target, policy, own, tuple(below), head)
     )
     if counted and parts.said is not None:
-        parts.said.follow(made, target.model.weights.read_bytes, options.vocabulary)
+        parts.said.follow(made, target.model.weights.read_bytes, vocabulary)
     return cast(Drafter, made)
+
+
+def _vocabulary(level: Level) -> str:
+    """What a level's LM head may draft; "" for drafters without one, to which an option of this name is their own."""
+    return getattr(level.options, "vocabulary", "") if issubclass(level.cls, Reducible) else ""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
 """Reduced vocabularies: read from files, made from token counts, and used by drafters."""
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from lawkit import MODEL_VOCAB, SAMPLED, make_engine, random_prompts, run, texts
 
+from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.drafters._choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
 from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
+from sameseed.drafters.ngram import NgramDrafter
 from sameseed.errors import ConfigError
 from sameseed.models.inner import with_tokens
 from sameseed.models.loader import load_tokenizer, resolve_model
@@ -38,6 +41,16 @@ def test_vocabularies_from_files(tmp_path):
     for name, why in [("301", "give 1 to 300"), *none]:
         with pytest.raises(ConfigError, match=why):
             read_vocabulary(name, 300)
+
+
+def test_an_option_of_this_name_is_a_drafters_own_without_an_lm_head(pair_folders):
+    class Own(NgramDrafter):
+        @dataclass(frozen=True)
+        class Options(NgramDrafter.Options):
+            vocabulary: int = 8
+
+    with LLM(str(pair_folders[0]), Own, max_num_seqs=1) as llm:
+        assert llm.engine.drafter.options.vocabulary == 8
 
 
 def test_frequent_tokens():
