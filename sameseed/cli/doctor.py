@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from sameseed.cli.bench_serve import read_key
 from sameseed.cli.console import show_table, stdout_console
 from sameseed.cli.flags import DoctorArgs
 from sameseed.cli.options import Parsed
 from sameseed.plan.doctor import Diagnosis, diagnose, read_costs
 from sameseed.plan.metrics import fetch, read_file, watch
 from sameseed.report import table as layout
+from sameseed.server.config import read_keys
 
 
 def run(parsed: Parsed[DoctorArgs]) -> int:
@@ -23,7 +23,8 @@ def run(parsed: Parsed[DoctorArgs]) -> int:
     args = parsed.args
     costs = None if args.cost is None else read_costs(args.cost)
     if args.source.startswith(("http://", "https://")):
-        counted = watch(partial(fetch, args.source, key=read_key(args.api_key_file)), args.seconds, args.source)
+        key = next(iter(read_keys(args.api_key_file, "")), None)
+        counted = watch(partial(fetch, args.source, key=key), args.seconds, args.source)
     else:
         counted = read_file(Path(args.source))
     found = diagnose(counted, costs, args.plain_tokens_per_s)

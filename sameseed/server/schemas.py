@@ -236,7 +236,7 @@ def whole_match(pattern: str) -> str:
 
     Raises ValueError for what no grammar can follow: assertions, and anchors within an alternative.
     """
-    parts = [part.replace("(?P<", "(?<") for part in _PART.findall(pattern)]  # Python's names of groups
+    parts = [re.sub(r"^\(\?P<", "(?<", part) for part in _PART.findall(pattern)]  # Python's names of groups
     for part in parts:
         if part[:2] == "(?" and part[-1] in "=!":
             raise ValueError("may hold no lookahead or lookbehind")

@@ -3,6 +3,8 @@
 import http.server
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -334,6 +336,8 @@ def test_files(tmp_path, capsys):
             read_file(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_file(tmp_path / "none")
+    without = "import sys; sys.modules |= dict.fromkeys(('httpx', 'pydantic', 'msgspec')); import sameseed.cli.doctor"
+    subprocess.run([sys.executable, "-c", without], check=True)  # as `pip install sameseed` installs it
 
 
 def test_costs_come_from_a_file(tmp_path, capsys):
