@@ -47,15 +47,16 @@ class ChatTemplate:
         forms = [given, *([as_came] if as_came != given else [])]
         if any(m.get("content") is None for m in given):
             forms += [[{**m, "content": m.get("content") or ""} for m in form] for form in forms]
-        failed: list[RequestError] = []
+        failed: list[Exception] = []
         for form in forms:
             try:
                 return self._text({**values, "messages": _joined(form) if self._joins else form}, most)
             except RequestError:
                 raise
             except Exception as error:  # any error of the template's own code
-                failed.append(_failed(error))
-        raise failed[-1]
+                failed.append(error)
+        # What the template itself says with `raise_exception` helps more than how it fails on another form.
+        raise _failed(next((error for error in failed if type(error) is TemplateError), failed[0]))
 
     def _text(self, values: Mapping[str, Any], most: int) -> str:
         kept, size = [], 0

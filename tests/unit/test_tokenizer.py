@@ -307,6 +307,10 @@ def test_templates_of_text_alone_get_calls_without_losing_them():
     assert with_template(plain).render_chat(said) == '|xcall f {"a":  1.0}'
     with pytest.raises(RequestError, match="calls alone"):
         with_template(template + "{{ raise_exception('calls alone') }}").render_chat(said)
+    of_objects = "{% for m in messages %}{% for c in m['tool_calls'] %}{{ c['function']['arguments'].items() }}"
+    of_objects += "{% endfor %}{% endfor %}{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="roles must alternate"):
+        with_template(of_objects).render_chat([said[0], {**said[1], "content": "y"}])
 
 
 def test_templates_have_a_clock_that_stands_still():
