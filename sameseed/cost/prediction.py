@@ -59,9 +59,10 @@ class RunCounts:
 
     def drafted(self, k: int) -> Drafted:
         """The mean round, whatever `k`: drafts of the run's own lengths."""
-        n, drafts = max(1, sum(self.rounds)), sum(self.rounds[1:])
-        steps = sum(k * count for k, count in enumerate(self.rounds)) / max(1, drafts)
-        return Drafted(self.accepted / n, tuple(count / n for count in self.rounds), ((drafts / n, steps),))
+        rounds = self.rounds if any(self.rounds) else (1,)  # none where each output is a single token
+        n, drafts = sum(rounds), sum(rounds[1:])
+        steps = sum(k * count for k, count in enumerate(rounds)) / max(1, drafts)
+        return Drafted(self.accepted / n, tuple(count / n for count in rounds), ((drafts / n, steps),))
 
 
 def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None, at_once: bool = False) -> Prediction:

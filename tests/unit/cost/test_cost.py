@@ -63,6 +63,8 @@ def test_rounds_that_find_no_draft_cost_their_own_passes():
     lookup = SimpleNamespace(drafted=lambda k: Drafted(1.0, (0.5, 0.0, 0.0, 0.0, 0.5), ((0.5, 4.0),)))
     assert expected(bent, lookup, 4, 1).target == pytest.approx((1.0 + 2.0) / 2)
     assert expected(bent, lookup, 4, 2).target == pytest.approx((1.0 + 2 * 3.0 + 7.0) / 4), "2, 6, 6 and 10 rows"
+    outputs_of_one_token = RunCounts((0,), 0, 1, 1.0, 1.0, 0.0, 0.0, 9.0)
+    assert outputs_of_one_token.drafted(1).passes(1) == [(1.0, 1.0)], "no round, but a pass is a pass"
 
 
 def test_the_best_length_by_batch():
