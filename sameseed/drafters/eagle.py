@@ -136,8 +136,9 @@ class EagleDrafter(Reading):
                 parents += [g.first + tree.nodes[n].row for n in chosen]
                 running.append((g, chosen))
                 g.first, num_rows = num_rows, num_rows + len(chosen)
-            paths = [[math.exp(n.score) for n in g.tree.nodes] for g, _ in running]
-            if not running or (not self.branches and self.policy.ends(paths)):
+            if not running:
+                return
+            if not self.branches and self.policy.ends([[math.exp(n.score) for n in g.tree.nodes] for g, _ in running]):
                 return
             index = devices.put(torch.tensor(parents, device="cpu"), features.device)
             logits, features = self.runner.expand(levels, features.index_select(0, index))

@@ -104,7 +104,7 @@ class Below:
 class Parts:
     """What a drafter is built from: target, length policy, its own model if it `owns` one, and the drafters below it.
 
-    The policy is asked after each draft token (`policy.stop`). `runner`: the drafter's own model, with its own cache,
+    The policy is asked after each draft token (`policy.ends`). `runner`: the drafter's own model, with its own cache,
     or in the target's cache if it owns "target"; it captures the hidden states that the drafters below need. `head`:
     the drafter's head if it owns "head".
     """
