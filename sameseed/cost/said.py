@@ -108,7 +108,7 @@ class _Cut:
         best = min(self.size, every) or max(sizes, key=lambda n: self.speed(n, said.share(n)))
         stale = said.counts[said.ranked[: len(self.kept)]].sum() - said.counts[self.kept].sum()
         now = self.speed(len(self.kept), said.share(len(self.kept)) - stale / max(1, said.counts.sum()))
-        is_first = self.size and len(self.kept) == every
+        is_first = self.size and best < len(self.kept) == every
         if is_first or self.speed(best, said.share(best)) > PAYS * now:
             self.kept = said.ranked[:best].copy()
             self.drafter.draft_only(None if best == every else torch.from_numpy(self.kept))

@@ -212,6 +212,14 @@ def test_so_many_rows_as_were_asked_for(pair, pair_folders):
     said.add([])
 
 
+def test_all_rows_are_no_cut(pair, pair_folders, caplog):
+    caplog.set_level("INFO")
+    said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "draft_model").drafter
+    said.follow(drafter, pair.target.weights.read_bytes, str(MODEL_VOCAB))
+    said.add([200, 7])
+    assert drafter.runner.model is pair.draft and len(caplog.records) == 1
+
+
 def test_where_each_token_is_new_no_row_is_cut(pair, pair_folders):
     said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "draft_model").drafter
     said.follow(drafter, pair.target.weights.read_bytes, "auto")
