@@ -1,4 +1,4 @@
-"""Distinct experts: how many of a layer's experts following rows of a model's texts choose; random rows choose more."""
+"""Distinct experts: how many of a layer's experts consecutive rows of a text choose; random rows choose more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_words(config: ModelConfig) -> str:
 
 
 def count(runner: ModelRunner, path: Path, texts: Seq[Completion]) -> None:
-    """Count the experts of a layer that 1 to 16 following rows choose; keep the means for `counted`, if they vary."""
+    """Count the experts of a layer that 1 to 16 consecutive rows choose; keep the means for `counted`, if they vary."""
     model, ops, chosen = runner.model, Ops(runner.model.ops.backend), list[Tensor]()
     if not isinstance(model.config, MoeConfig) or model.config.top_k == model.config.num_experts:
         return
