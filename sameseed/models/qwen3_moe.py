@@ -62,7 +62,7 @@ class MoeConfig(ModelConfig):
     def read_share(self, rows: float) -> float:
         """By the counted `distinct` experts; else as if each row chose at random, an upper bound for rows of a text."""
         missed = 1 - self.top_k / self.num_experts  # chance that a row at random leaves an expert out
-        if self.distinct:  # rows count as so many that choose at random as would choose as many experts
+        if self.distinct and missed:  # rows count as so many that choose at random as would choose as many experts
             at, same = zip(*((m, math.log(max(1 - n / self.num_experts, 1e-9), missed)) for m, n in self.distinct))
             rows = float(np.interp(rows, at, same)) * max(1.0, rows / at[-1])
         unread = self.num_experts * missed**rows

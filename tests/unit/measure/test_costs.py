@@ -237,7 +237,7 @@ PUBLISHED = {  # millions of parameters, as the model cards state them
     "llama-3.2-1b": 1236, "llama-3.2-3b": 3213, "llama-3.1-8b": 8030, "llama-3.1-70b": 70554, "llama-2-7b": 6738,
     "llama-2-13b": 13016, "llama-2-70b": 68977, "qwen3-0.6b": 596, "qwen3-1.7b": 1721, "qwen3-4b": 4022,
     "qwen3-8b": 8191, "mistral-7b": 7248, "smollm2-135m": 134.5, "smollm2-360m": 361.8, "tinyllama-1.1b": 1100,
-    "qwen3-30b-a3b": 30532, "gpt-oss-20b": 20915,
+    "qwen3-30b-a3b": 30532, "gpt-oss-20b": 20915, "phi-4-mini": 3836, "lfm2.5-1.2b": 1170,
 }  # fmt: skip
 # Of these the cards state round figures only, E4B's with embeddings.
 ROUND = {"qwen3.5-4b": 4000, "gemma-4-e4b": 8000, "qwen3.6-35b-a3b": 35000, "gemma-4-26b-a4b": 25200}
