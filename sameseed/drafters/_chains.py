@@ -14,7 +14,7 @@ from sameseed.drafters._choices import Choices, Guesses, choices, growing_tree, 
 from sameseed.fields import within
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner, Output
-from sameseed.request import SamplingParams, Sequence
+from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Drafter, LengthPolicy
 from sameseed.spec.sampling import FAILED, choose, drawable, drawer, plain_greedy, probability
@@ -251,7 +251,9 @@ class ChainWriter:
         most, eos = runner.model.max_model_len, self._eos
         ids = None if runner.model.token_ids is None else runner.model.token_ids.cpu().numpy().astype(np.int32)
         # The native choice of exact chains takes its noise by row: of a reduced LM head these are no token ids.
-        if ids is not None and not all(s.params.greedy or not (self.siblings or _truncates(s.params)) for s in shadows):
+        sampled = [s.params for s in shadows if not s.params.greedy]
+        truncated = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in sampled)
+        if ids is not None and sampled and (self.siblings or truncated):
             return False
         shape = {"width": 1, "count": 1 + self.siblings, "limit": self.vocab_limit, "least": least}
         trees = []
@@ -289,10 +291,6 @@ def reading(
         return likely_after(table[row], seqs[b], path, eos_token_ids, siblings, with_probability)
 
     return find
-
-
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def likely_after(

@@ -202,9 +202,11 @@ class Contexts:
         ready = self.reading(
             seqs, states, lambda sizes: self._extend([(seqs[b], states[b], n) for b, n in sizes.items()], False)
         )
-        yield {b: counts[b] for b in ready}
-        for own in states.values():
-            blocks.trim(own.holder, own.holder.num_cached)  # blocks of draft rows
+        try:
+            yield {b: counts[b] for b in ready}
+        finally:
+            for own in states.values():
+                blocks.trim(own.holder, own.holder.num_cached)  # blocks of draft rows
 
     def last(self, seqs: Seq[Sequence], draws: Seq[Draw] | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the pending rows. Returns what `HeadRunner.extend` returns for each sequence's last row."""

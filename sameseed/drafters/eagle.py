@@ -185,7 +185,7 @@ class EagleDrafter(Reading):
             g.grown = chain.nodes(g.depth)
 
 
-class Candidate(NamedTuple):
+class TreeNode(NamedTuple):
     """A node of a tree that may be drafted."""
 
     token: int
@@ -205,7 +205,7 @@ class Tree:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.nodes: list[Candidate] = []
+        self.nodes: list[TreeNode] = []
         self.masks: dict[int, int] = {}  # expanded candidate -> cache places of itself and its ancestors, as a bit mask
         self._level = 0  # first candidate of the last level
 
@@ -225,7 +225,7 @@ class Tree:
             base = self.nodes[parent].score if parent >= 0 else 0.0
             for token, p in zip(tokens[row], log_probs[row], strict=True):
                 if p > -math.inf:
-                    self.nodes.append(Candidate(token, parent, row, base + p, ended(token, p)))
+                    self.nodes.append(TreeNode(token, parent, row, base + p, ended(token, p)))
 
     def expand(self, width: int) -> list[int]:
         """At most `width` candidates of the last level to run next, the likeliest first; they get cache places.

@@ -110,6 +110,20 @@ def test_a_draft_equal_to_the_target_is_always_right(pair):
         assert engine.metrics.num_rollbacks == 0
 
 
+def engines_both_ways(pair, k, options):
+    """Two engines, whose chains grow in one native call and by a pass a token; and what the native calls return."""
+    at_once, by_token = (make_engine(pair, "draft_model", k=k, options=options) for _ in range(2))
+    calls, grow = [], at_once.drafter.runner.grow
+
+    def watched(*how):
+        calls.append(grow(*how))
+        return calls[-1]
+
+    at_once.drafter.runner.grow = watched
+    by_token.drafter.runner.grow = lambda *_: None
+    return at_once, by_token, calls
+
+
 @pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
 @pytest.mark.parametrize(("siblings", "limit", "threads"), [(0, 0, 1), (1, 0, 1), (2, 200, 1), (3, 0, 2)])
 def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, threads):
@@ -124,16 +138,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
     cold = replace(flat, temperature=0.001)  # most siblings have the probability 0
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending, cold]
     wide, width = 1 + siblings, limit or TOKENIZER_SIZE
-    options = {"siblings": siblings}
-    at_once, by_token = (make_engine(pair, "draft_model", k=9 * wide, options=options) for _ in range(2))
-    calls, grow = [], at_once.drafter.runner.grow
-
-    def watched(*how):
-        calls.append(grow(*how))
-        return calls[-1]
-
-    at_once.drafter.runner.grow = watched
-    by_token.drafter.runner.grow = lambda *_: None
+    at_once, by_token, calls = engines_both_ways(pair, 9 * wide, {"siblings": siblings})
     prompts = random_prompts(len(asked), seed=4, vocab_size=width)
     seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
     long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
@@ -164,16 +169,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
 def test_chains_of_a_reduced_vocabulary_are_those_of_a_pass_a_token(pair, siblings, changes):
     """In one native call where its choice takes the noise by token id: greedily, or sampled without truncation."""
     ids, asked = list(range(1, TOKENIZER_SIZE, 2)), replace(ASKED, **{"temperature": 1.2, **changes})
-    options = {"siblings": siblings, "vocabulary": str(ids)}
-    at_once, by_token = (make_engine(pair, "draft_model", k=9, options=options) for _ in range(2))
-    calls, grow = [], at_once.drafter.runner.grow
-
-    def watched(*how):
-        calls.append(grow(*how))
-        return calls[-1]
-
-    at_once.drafter.runner.grow = watched
-    by_token.drafter.runner.grow = lambda *_: None
+    at_once, by_token, calls = engines_both_ways(pair, 9, {"siblings": siblings, "vocabulary": str(ids)})
     seqs = [Sequence(i, prompt, asked, 50 + i) for i, prompt in enumerate(random_prompts(3, seed=4))]
     found, wanted = (engine.drafter.propose(seqs, [9] * 3) for engine in (at_once, by_token))
     assert [found.nodes(b) for b in range(3)] == [wanted.nodes(b) for b in range(3)]
