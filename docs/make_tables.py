@@ -46,13 +46,14 @@ def pages() -> list[Path]:
 
 
 def entries(name: str) -> str:
-    """Name and first docstring paragraph of each entry of a registry. Entries are parsed, not imported."""
+    """Name and first docstring paragraph (less the name) of a registry's entries, which are parsed, not imported."""
     rows = []
     for entry in registry.names(name):
         folder = ROOT / "sameseed" / name / entry
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        rows.append([f"`{entry}`", text.split("\n\n")[0].replace("\n", " ")])
+        text = re.sub(r"^(Format \S+:|\S+ drafter:?) ", "", text.split("\n\n")[0].replace("\n", " "))
+        rows.append([f"`{entry}`", re.sub(r"^(\(.*?\)): (.*?)\.?$", r"\2 \1", text).removesuffix(".")])
     return markdown(["name", "what it is"], rows)
 
 

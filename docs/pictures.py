@@ -63,13 +63,15 @@ def speed() -> Picture:
     runs = sorted({len(r["repetitions"]) for r in found})
     spread = "bars end at the least and the largest run" if runs[-1] > 1 else "one run, so no spread is shown"
     about = f"Default policy, batch 1, prompts included; at most {', '.join(sorted(sizes))}; {spread}. {origins(found)}"
-    said = "; ".join(
-        f"{r['config']['model']}, {chosen(r['config']['temperature'])}, {short(r['config']['label'])}: "
-        f"{r['speedup']:.2f}x"
-        for r in found
-        if r["config"]["draft"] != "none"
-    )
-    return Picture("Speed over plain decoding, same output", panels, about, f"Speed over plain decoding. {said}")
+    said: dict[str, dict[str, list[str]]] = {}
+    for r in found:
+        c = r["config"]
+        if c["draft"] != "none":
+            drafts = said.setdefault(c["model"].removesuffix(".gguf"), {})
+            drafts.setdefault(short(c["label"]), []).append(f"{r['speedup']:.2f}x {chosen(c['temperature'])}")
+    each = {name: [f"{draft} {' and '.join(both)}" for draft, both in drafts.items()] for name, drafts in said.items()}
+    words = "; ".join(f"{name}: {', '.join(own)}" for name, own in each.items())
+    return Picture("Speed over plain decoding, same output", panels, about, f"Speed over plain decoding. {words}")
 
 
 def losses() -> Picture:

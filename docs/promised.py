@@ -9,7 +9,7 @@ from recorded import Record, lines, markdown
 
 ENGINES = {"sameseed": "sameseed", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 LAWS = {  # by law: the promises of `verify-server` that test it, and their names in the table
-    "1, same seed, same text": {
+    "1": {
         "repeat": "asked again",
         "stream": "streamed and whole",
         "later": "later",
@@ -20,7 +20,7 @@ LAWS = {  # by law: the promises of `verify-server` that test it, and their name
         "again": "drafts off and on, by a restart",
         "seeds": "its seed again, also under load",
     },
-    "2, the target's law": {"logprobs": "log-probabilities are the text's"},
+    "2": {"logprobs": "log-probabilities are the text's"},
 }
 
 
@@ -29,6 +29,12 @@ def name_of(record: Record) -> str:
     asked = {p["id"]: p for p in record["promises"]}
     drafts = "again" in asked or asked["speculation"]["numbers"].get("draft_tokens")
     return ENGINES[record["config"]["engine"]] + (", draft" if drafts else "")
+
+
+def counted(status: str, differing: int, compared: int) -> str:
+    """A promise's cell: how many comparisons differed, and its status unless it holds."""
+    texts = [f"{differing} of {compared}"] if compared else []
+    return ", ".join(texts if status == "holds" else [status, *texts])
 
 
 COLUMNS = {  # of the table by families: the promises of `verify-server` that a column sums up
@@ -49,8 +55,7 @@ def families() -> str:
         for names in COLUMNS.values():
             parts = [asked[n] for n in names if n in asked and asked[n]["status"] != "not shown"]
             differing, compared = (sum(p[name] for p in parts) for name in ("differing", "compared"))
-            status = "broken" if differing else "holds"
-            cells.append(f"{status}, {differing} of {compared}" if parts else "not shown")
+            cells.append(counted("broken" if differing else "holds", differing, compared) if parts else "not shown")
         if record["started"]["draft"] == "none":
             cells[list(COLUMNS).index("with drafts = without")] = ""
         told = record["started"]
@@ -72,10 +77,7 @@ def promises(name: str) -> str:
             cells = []
             for record in found:
                 p = next((p for p in record["promises"] if p["id"] == name), None)
-                texts = "" if p is None else f", {p['differing']} of {p['compared']}"
-                cells.append("" if p is None else f"not shown{'' if not p['compared'] else texts}")
-                if p is not None and p["status"] != "not shown":
-                    cells[-1] = f"{p['status']}{texts}"
+                cells.append("" if p is None else counted(p["status"], p["differing"], p["compared"]))
             rows.append([law, says, *cells])
     c = found[-1]["config"]
     about = (

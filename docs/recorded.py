@@ -116,26 +116,35 @@ def summary(_: list[Record]) -> str:
         found += last_run(
             [r for r in shapes if (r["config"]["num_parameters"], r["config"]["temperature"]) == (size, temperature)]
         )
-    marks = list(dict.fromkeys(map(measured_on, found)))
+
+    def run(r: Record) -> tuple[str, str]:
+        """Its machine; its workload, day and commit."""
+        machine, _, when = measured_on(r).partition("; ")
+        c = r["config"]
+        runs = f"{len(r['repetitions'])} runs".replace("1 runs", "1 run")
+        return machine, f"{c['num_prompts']} x {c['max_tokens']}, {runs}, {when}"
+
+    marks = dict(zip(dict.fromkeys(map(run, found)), ascii_lowercase))
     rows: dict[tuple[str, str], dict[float, str]] = {}
     for r in found:
         c = r["config"]
         if not c["num_draft_tokens"]:
             continue
-        size, name = c["num_parameters"] / 1e6, Path(c["model"]).name
+        size, name = c["num_parameters"] / 1e6, Path(c["model"]).name.removesuffix(".gguf")
         large = f"{size / 1e3:.1f} B" if size > 999 else f"{size:.0f} M" if size > 99 else f"{size:.1f} M"
         model = f"{large[:-4]}B-shaped, made-up weights" if r in shapes else f"{name}, {large}"
-        of = f"{c['num_prompts']} x {c['max_tokens']}, {len(r['repetitions'])} runs".replace(" 1 runs", " 1 run")
-        mark = ascii_lowercase[marks.index(measured_on(r))]
-        cell = f"**{r['speedup']:.2f}x**, {r['tokens_per_s']:.0f} tokens/s ({of}) {mark}"
+        cell = f"**{r['speedup']:.2f}x**, {r['tokens_per_s']:.0f} tokens/s {marks[run(r)]}"
         rows.setdefault((f"{model}, {c['format']}", short(c["label"])), {})[c["temperature"]] = cell
-    head = ["model", "draft", "greedy", "temperature 0.8"]
-    table = markdown(head, [[*key, cells.get(0.0, ""), cells.get(0.8, "")] for key, cells in rows.items()])
+    head, cells, last = ["model", "draft", "greedy", "temperature 0.8"], [], ""
+    for (model, draft), shown in rows.items():
+        cells.append(["" if model == last else model, draft, shown.get(0.0, ""), shown.get(0.8, "")])
+        last = model
     same = yes(all(r["equals_plain"] for r in found))
-    about = (
-        f"Speed-up over plain decoding, tokens/s, (prompts x most tokens). All outputs equal plain decoding's: {same}. "
-    )
-    return f"{table}\n\n{about}{'; '.join(map(': '.join, zip(ascii_lowercase, marks)))}."
+    about = f"Speed-up over plain decoding. All outputs equal plain decoding's: {same}. "
+    about += "Marks: prompts x most tokens, runs, day, commit."
+    for machine in dict.fromkeys(machine for machine, _ in marks):
+        about += f" {machine}: {'; '.join(f'{mark} {of}' for (on, of), mark in marks.items() if on == machine)}."
+    return f"{markdown(head, cells)}\n\n{about}"
 
 
 def short(label: str) -> str:

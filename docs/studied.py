@@ -12,14 +12,14 @@ SAID = {"real": "real models", "true": "twins at true shapes", "small": "the emb
 
 
 def section(name: str) -> str:
-    """A study's section: its source, what was found on each target, and how to run sizes that are missing."""
+    """A study's section: its source, what was found on each target, and which sizes are missing."""
     study, found = _runner.load(name), measured(name)
     parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
     parts += [shown(name, its) for its in found if its[0]["size"] != "small" or len(found) == 1]
     known = {its[0]["size"] for its in found}
-    for size in [size for size in SAID if size not in known and (size != "small" or not known)]:
-        command = f"`sameseed study {name} --size {size} --out benchmarks/results/studies`"
-        parts.append(f"{SAID[size].capitalize()}: not run yet. {command} runs it.")
+    missing = [size for size in SAID if size not in known and (size != "small" or not known)]
+    if missing:
+        parts.append(f"Not run yet: {', '.join(f'{SAID[size]} (`--size {size}`)' for size in missing)}.")
     if name == "rivals" and found:  # no published figures: our own last table
         table = study.report(found[0]).tables[-1]
         parts.append(markdown(table.heads, table.rows, range(1, len(table.heads))))
@@ -43,15 +43,13 @@ def target_of(record: Record) -> tuple[str, str]:
 
 
 def shown(name: str, found: list[Record]) -> str:
-    """What was found on one target, with how many published figures ours stand beside, and where from."""
+    """What was found on one target, and where from."""
     report = _runner.load(name).report(found)
-    ratios = sum(p.ours is not None for p in report.published)
-    beside = f" The study's page has {ratios} published figures beside ours." if ratios else ""
     timed = [r for r in found if "repetitions" in r] or found[-1:]
     last = last_of_each(timed, lambda r: (r["config"].get("workload"), r["commit"]))
     about = " ".join(dict.fromkeys(map(ours, last)))
     what = target_of(found[0])[1] or SAID[found[0]["size"]].capitalize()
-    return f"**{what}.** {' '.join(report.findings)}{beside} {about} {origins(last)}"
+    return f"**{what}.** {' '.join(report.findings)} {about} {origins(last)}"
 
 
 def ours(record: Record) -> str:

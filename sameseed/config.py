@@ -52,9 +52,8 @@ class SpecConfig:
     confidence: float | None = within(None, 0, 1, help="end a draft after a token whose draft probability is lower")
     policy: str = setting(
         "fixed",
-        "draft length; goodput: as many tokens as pay by measured times, perhaps none; fixed: always --k; history: "
-        "longer after fully accepted drafts; disco: until the draft is likely to be wrong, as learned; auto: goodput, "
-        "or fixed if --confidence is given",
+        "draft length: goodput (as many tokens as pay by measured times), fixed (always --k), history (by past "
+        "drafts), disco (until likely wrong, as learned); auto: goodput, or fixed if --confidence is given",
     )
     options: Mapping[str, object] = field(default_factory=dict)  # the drafter's own Options
     below: tuple[SpecConfig, ...] = ()  # a cascade's drafters, or those that `first` asks in turn, with their settings
