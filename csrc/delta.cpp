@@ -2,6 +2,7 @@
 
 #include "delta.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -9,6 +10,14 @@
 #include "tasks.h"
 
 namespace sameseed {
+namespace {
+
+// Rows of a sequence must follow each other. Throws if row `row` does not, `first` being the sequence's first row.
+void check_branch(const int32_t* positions, int64_t first, int64_t row) {
+    if (positions[row] != positions[first] + row - first) throw std::out_of_range("a draft that branches has no recurrent state");
+}
+
+}  // namespace
 
 void delta(const Delta& a) {
     const int64_t keys = a.key_heads * a.key_dim, values = a.value_heads * a.value_dim, width = 2 * keys + values;
@@ -30,8 +39,7 @@ void delta(const Delta& a) {
         if (s.base < 0 || s.base > s.next || s.next > s.end || s.base > s.begin || s.begin - s.base + a.taps > a.log_rows ||
             s.end - s.next + a.taps > a.log_rows)
             throw std::out_of_range("the state of a sequence does not fit its rows");
-        for (int64_t i = 0; i < s.end - s.begin; i++)
-            if (a.positions[row + i] != s.begin + i) throw std::out_of_range("a draft that branches has no recurrent state");
+        for (int64_t i = 0; i < s.end - s.begin; i++) check_branch(a.positions, row, row + i);
         for (int64_t p = s.base; p < s.end; p++) places.emplace_back(static_cast<int32_t>(b), static_cast<int32_t>(p));
     }
     const auto log_row = [&](const Span& s, int64_t p) { return a.log + (s.slot * a.log_rows + p % a.log_rows) * stored; };
@@ -97,6 +105,42 @@ void delta(const Delta& a) {
             std::memcpy(log_row(s, p) + width, x + width + values, bytes(2 * a.value_heads));
         }
     }
+}
+
+void short_conv(const ShortConv& a) {
+    const auto first_row = [&](int64_t b) { return a.row_offsets[b]; };
+    const auto log_row = [&](int64_t b, int64_t p) { return a.log + (a.states[b] * a.log_rows + p % a.log_rows) * a.width; };
+    std::vector<int32_t> sequences(static_cast<size_t>(a.rows));  // of each row
+    if (a.taps > a.log_rows + 1) out_of_range("tap", a.taps, a.log_rows + 2);
+    for (int64_t b = 0; b < a.num_seqs; b++) {
+        if (a.states[b] < 0 || a.states[b] >= a.slots) out_of_range("state slot", a.states[b], a.slots);
+        for (int64_t row = first_row(b); row < first_row(b + 1); row++) {
+            check_branch(a.positions, first_row(b), row);
+            sequences[static_cast<size_t>(row)] = static_cast<int32_t>(b);
+        }
+    }
+    by_rows(a.rows, 4 * a.taps * a.width, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t b = sequences[static_cast<size_t>(row)], first = first_row(b), start = a.positions[first];
+            float* out = a.out + row * a.width;
+            std::fill_n(out, a.width, 0.0f);
+            for (int64_t j = 0; j < a.taps; j++) {
+                const int64_t p = start + row - first - a.taps + 1 + j;  // tokens before the sequence count as zeros
+                const float *w = a.weight + j * a.width, *x = a.x + (first + p - start) * a.stride;
+                if (p >= start)
+                    for (int64_t i = 0; i < a.width; i++) out[i] += w[i] * (x[i] * x[2 * a.width + i]);
+                else if (p >= 0)
+                    for (int64_t i = 0; i < a.width; i++) out[i] += w[i] * log_row(b, p)[i];
+            }
+            for (int64_t i = 0; i < a.width; i++) out[i] *= a.x[row * a.stride + a.width + i];
+        }
+    });
+    for (int64_t b = 0; b < a.num_seqs; b++)
+        for (int64_t row = std::max<int64_t>(first_row(b), first_row(b + 1) - a.log_rows); row < first_row(b + 1); row++) {
+            const float* x = a.x + row * a.stride;
+            float* kept = log_row(b, a.positions[row]);
+            for (int64_t i = 0; i < a.width; i++) kept[i] = x[i] * x[2 * a.width + i];
+        }
 }
 
 void take(const Take& a) {

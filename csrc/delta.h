@@ -59,6 +59,22 @@ struct Delta {
 };
 void delta(const Delta& args);
 
+// A short gated convolution (LFM2): out[t] = c times the sum of weight[j] * (b v of token t - taps + 1 + j), j ascending.
+// Rows of x [T, 3 width] hold b, c and v side by side. Each product and sum is rounded, as in reference.conv.
+struct ShortConv {
+    const float* x;
+    int64_t stride;
+    const float* weight;  // [taps, width]
+    int64_t taps, width;
+    float* log;  // [slots, log_rows, width]: b v of earlier tokens, by position modulo log_rows
+    int64_t slots, log_rows;
+    const int32_t* states;  // as in Delta; only the slots are read
+    const int32_t *row_offsets, *positions;
+    int64_t num_seqs, rows;
+    float* out;
+};
+void short_conv(const ShortConv& args);
+
 // out[T, H D] = x[T, H D] * sigmoid(gate), with head h's gate at h * apart of a row of `gate`.
 struct Gate {
     const float *x, *gate;

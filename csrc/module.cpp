@@ -116,15 +116,20 @@ void replay(Norm op, const Pass& p) {
 }
 
 void replay(Cap op, const Pass& p) { softcap(p.logits, op.cap, p.num_logit_rows, op.width); }
-void replay(Delta op, const Pass& p) {
+
+template <class Op>  // Delta or ShortConv
+Op of_states(Op op, const Pass& p) {
     if (p.states == nullptr) throw std::invalid_argument("a pass of a model with recurrent states must name their slots");
     op.states = p.states;
     op.row_offsets = p.row_offsets;
     op.positions = p.positions;
     op.num_seqs = p.num_seqs;
     op.rows = p.rows;
-    delta(op);
+    return op;
 }
+
+void replay(const Delta& op, const Pass& p) { delta(of_states(op, p)); }
+void replay(const ShortConv& op, const Pass& p) { short_conv(of_states(op, p)); }
 
 void replay(Gate op, const Pass& p) {
     op.rows = p.rows;
@@ -143,6 +148,7 @@ const char* kind_of(const RopeStore&) { return "rope_store"; }
 const char* kind_of(const Attention&) { return "attention"; }
 const char* kind_of(const Columns&) { return "columns"; }
 const char* kind_of(const Delta&) { return "delta"; }
+const char* kind_of(const ShortConv&) { return "conv"; }
 const char* kind_of(const Gate&) { return "gate"; }
 const char* kind_of(const Take&) { return "take"; }
 const char* kind_of(const Norm&) { return "norm"; }
@@ -209,6 +215,12 @@ void bind_structs(nb::module_& m) {
                 field("log_rows", &Delta::log_rows), field("states", &Delta::states), field("row_offsets", &Delta::row_offsets),
                 field("positions", &Delta::positions), field("num_seqs", &Delta::num_seqs), field("rows", &Delta::rows),
                 field("out", &Delta::out));
+    bind_struct(m, "ShortConv", "A short gated convolution over the rows of each sequence.", field("x", &ShortConv::x),
+                field("stride", &ShortConv::stride), field("weight", &ShortConv::weight), field("taps", &ShortConv::taps),
+                field("width", &ShortConv::width), field("log", &ShortConv::log), field("slots", &ShortConv::slots),
+                field("log_rows", &ShortConv::log_rows), field("states", &ShortConv::states),
+                field("row_offsets", &ShortConv::row_offsets), field("positions", &ShortConv::positions),
+                field("num_seqs", &ShortConv::num_seqs), field("rows", &ShortConv::rows), field("out", &ShortConv::out));
     bind_struct(m, "SigmoidGate", "Rows of x times the sigmoid of a gate.", field("x", &Gate::x), field("gate", &Gate::gate),
                 field("stride", &Gate::stride), field("heads", &Gate::heads), field("dim", &Gate::dim),
                 field("apart", &Gate::apart), field("out", &Gate::out), field("rows", &Gate::rows));
@@ -273,6 +285,7 @@ void bind_plan(nb::module_& m) {
     record<Norm>(plan, "norm");
     record<Cap>(plan, "cap");
     record<Delta>(plan, "delta");
+    record<ShortConv>(plan, "conv");
     record<Gate>(plan, "gate");
     record<Take>(plan, "take");
     plan.def("run", &Plan::run, nb::call_guard<nb::gil_scoped_release>())
@@ -357,6 +370,7 @@ NB_MODULE(_native, m) {
     m.def("rope_store", &rope_store, unlocked);
     m.def("attention", &attention, unlocked);
     m.def("delta", &delta, unlocked);
+    m.def("conv", &short_conv, unlocked);
     m.def("gate", &gate, unlocked);
     m.def("take", &take, unlocked);
     m.def("rms_norm", &py_rms_norm, unlocked);

@@ -49,8 +49,7 @@ def option(metavar: str | None = None) -> Any:
 CHOICE_HELP = {
     "model": "the target: a GGUF file, a folder, a hub id like org/name, 'smollm2' or 'embedded'",
     "draft": "how to draft: none, a drafter (`sameseed info`), a draft model or head (file, folder, hub id, "
-    "smollm2-head), 'suffix + MODEL' or 'ngram > MODEL'; auto: embedded-draft, smollm2's suffix, a file's MTP block, "
-    "else none",
+    "smollm2-head), 'suffix + MODEL' or 'ngram > MODEL'; auto: embedded-draft, a file's MTP block, else suffix",
     "draft_vocabulary": "tokens that a draft's LM head may draft: a number (those that the target generates most "
     "often), auto (as many of these as pay), a file of ids, or all; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",
@@ -194,8 +193,8 @@ def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
         text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
-        if engine == "vllm" and text == "auto" and "/" in model and not os.path.exists(model):
-            text = "none"  # a model of the hub is fetched by vLLM itself
+        if engine == "vllm" and text == "auto":  # a model of the hub is fetched by vLLM itself
+            text = "none" if "/" in model and not os.path.exists(model) else shipped(model)[0]
         own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
         spec = parse_draft(text) if own else draft_choice(text, model)
         flags["draft"] = _drafting_from(vocabulary, spec)
@@ -249,13 +248,14 @@ def _bias(text: str) -> tuple[int, float]:
 # Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
     "embedded": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
-    "smollm2": ("suffix", {"head": "smollm2-head"}),
+    "smollm2": ("none", {"head": "smollm2-head"}),
 }
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
-    draft = shipped(model)[0] if draft == "auto" else draft
+    if draft == "auto" and (draft := shipped(model)[0]) == "none":
+        draft = "suffix"  # costs nothing, and goodput asks for it only where it pays
     return None if draft == "none" else _checked(parse_draft(draft), model)
 
 

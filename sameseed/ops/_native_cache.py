@@ -189,6 +189,20 @@ def gate(x: Tensor, gates: Tensor, heads: int, on: Executor = NOW) -> Tensor:
     return out
 
 
+def conv(x: Tensor, w: Tensor, layer: StateLayer, batch: Batch, on: Executor = NOW) -> Tensor:
+    """A short convolution of rows x, as `reference.conv`. Raises IndexError for rows that do not fit the log."""
+    x, (taps, width), (slots, log_rows, kept) = floats(x), w.shape, layer.log.shape
+    check_fit("rows", x.shape[1], 3 * width)
+    check_fit("log", kept, width)
+    offsets, positions = ints(batch.row_offsets), ints(batch.positions)
+    out = on.empty(x.shape[0], width)
+    where = {"x": x, "stride": x.stride(0), "weight": w, "taps": taps, "width": width, "out": out, "rows": x.shape[0]}
+    where |= {"log": layer.log, "slots": slots, "log_rows": log_rows, "states": batch.states}
+    where |= {"row_offsets": offsets, "positions": positions, "num_seqs": len(offsets) - 1}
+    on.calls.conv(native(_native.ShortConv, **where))
+    return out
+
+
 def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch, on: Executor = NOW) -> Tensor:
     """Gated DeltaNet of rows x, as `reference.delta`. Raises IndexError for rows that do not fit the states."""
     x = floats(x)

@@ -6,7 +6,6 @@ larger pass records a larger plan, which replaces the smaller one. Passes that a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import threading
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part, reference
-from sameseed.ops._rows import ExpertWeights, RowSource, StateLayer, Then, plain_rows
+from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
+from sameseed.ops._rows import ExpertWeights, RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -84,7 +83,7 @@ class Recorder:
         self.parts.append(self._on.calls)
 
     def __getattr__(self, op: str) -> Any:
-        if op not in ("attention", "delta", "gate", "rope_store", "take"):
+        if op not in ("attention", "conv", "delta", "gate", "rope_store", "take"):
             raise NotRecordableError(f"the op {op}")
 
         def record(*args: Any) -> Tensor:
@@ -151,18 +150,6 @@ class Recorder:
         self._open()
         return plain_rows(out)
 
-    def conv(self, x: Tensor, w: Tensor, layer: StateLayer, _: Batch) -> Tensor:
-        """Run a short convolution in a Python step between two plans."""
-        out = self._on.empty(x.shape[0], w.shape[1])
-        source, to = _unheld(x), _unheld(out)
-
-        def convolve(batch: Batch) -> None:
-            to[: batch.num_rows] = reference.conv(source[: batch.num_rows], w, layer, batch)
-
-        self.parts.append(convolve)
-        self._open()
-        return out
-
     def experts(
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
@@ -195,12 +182,6 @@ class Recorder:
             where = {"x": x, "stride": x.stride(0), "width": width, "column": column, "total": total, "out": out}
             self._on.calls.columns(row_ops.native(_native.Columns, **where))
             column += width
-
-
-def _unheld(x: Tensor) -> Tensor:
-    """x without a claim on its memory, which a plan's later steps may use again, as native steps hold it."""
-    memory = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.float32).view(x.shape)
 
 
 class Recorded:

@@ -16,6 +16,7 @@ from sameseed.ops._native_cache import (
     KV_FORMATS,
     attention,
     attention_rounding,
+    conv,
     delta,
     gate,
     move_kv,

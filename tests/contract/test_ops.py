@@ -9,9 +9,11 @@ from fixtures_models import backends
 from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
 
 from sameseed import ops, registry, scheme
+from sameseed.batch import Batch
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 from sameseed.ops import plain_rows
+from sameseed.ops._rows import StateLayer
 
 pytestmark = pytest.mark.bits
 
@@ -246,3 +248,44 @@ def test_attention_rows_do_not_know_their_company(window, kv_format, backend):
                 assert got[0].equal(whole[first + row]), (b, row, block_size)
     with threads(2):
         assert chosen.attention(p.q, p.layer, p.batch, 0.3, window).equal(whole)
+
+
+@every_invariant_backend
+@pytest.mark.parametrize(("taps", "width"), [(3, 33), (4, 16), (1, 5)])
+def test_a_short_convolution(taps, width, backend):
+    """Of two sequences in passes of several sizes, with rows taken back; a log may be shorter than a pass."""
+    x, w, conv = randn(2, 40, 3 * width), randn(taps, width, seed=1), ops.resolve(backend).conv
+    gates, scales, values = x.double().split(width, dim=2)
+    known = torch.nn.functional.pad(gates * values, (0, 0, taps - 1, 0))
+    wanted = scales * sum(w[j].double() * known[:, j : j + 40] for j in range(taps))
+    layer, found, ends = StateLayer(torch.empty(0), randn(5, 12, width, seed=2)), torch.empty(2, 40, width), [0, 0]
+    for counts, kept in (((1, 7), (1, 4)), ((6, 1), (2, 1)), ((20, 1), (20, 1)), ((17, 34), (17, 34))):
+        spans = [(s, begin, begin + n) for s, (begin, n) in enumerate(zip(ends, counts))]
+        at = torch.tensor([p for _, begin, end in spans for p in range(begin, end)], dtype=torch.int32)
+        offsets = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        blank, slots = torch.zeros(1, dtype=torch.int32), torch.tensor([[3, 1]] * 3, dtype=torch.int32)
+        batch = Batch(at, at, at, offsets, blank, blank, blank[None], None, blank, states=slots)
+        done = conv(torch.cat([x[s, begin:end] for s, begin, end in spans]), w, layer, batch)
+        for (s, begin, end), rows in zip(spans, done.split(counts)):
+            found[s, begin:end] = rows
+        ends = [end + n for end, n in zip(ends, kept)]
+    assert ends == [40, 40]
+    close(found, wanted, 10.0)
+    whole = torch.arange(40, dtype=torch.int32)
+    batch = Batch(
+        whole,
+        whole,
+        whole,
+        whole[[0, 39]] + torch.tensor([0, 1]),
+        blank,
+        blank,
+        blank[None],
+        None,
+        blank,
+        states=slots[:, :1],
+    )
+    alone = conv(x[0], w, layer, batch)
+    assert torch.equal(alone, found[0])
+    batch.positions[5] = 4
+    with pytest.raises((IndexError, ValueError), match="branches"):
+        conv(x[0], w, layer, batch)

@@ -79,7 +79,7 @@ def test_values_arrive():
 
 def test_the_embedded_model_brings_its_draft():
     assert options.draft_choice("auto", "embedded") == SpecConfig("draft_model", "embedded-draft")
-    assert options.draft_choice("auto", "org/name") is None
+    assert options.draft_choice("auto", "org/name") == SpecConfig("suffix")  # it costs nothing
     chosen = options.draft_choice("draft_model", "embedded")
     assert isinstance(chosen, SpecConfig) and chosen.model == "embedded-draft"
     assert options.draft_choice("org/name", "embedded") == SpecConfig("draft_model", "org/name")
@@ -106,7 +106,9 @@ def test_a_target_that_the_package_has_a_draft_for(tmp_path, monkeypatch):
     sign = hashlib.sha256(b"bytes").hexdigest()
     monkeypatch.setitem(hub.PACKAGED, "smollm2", dataclasses.replace(hub.PACKAGED["smollm2"], size=5, sha256=sign))
     assert options.draft_choice("auto", str(same)) == usual
-    assert options.draft_choice("auto", str(other)) is None
+    assert options.draft_choice("eagle", str(same)) == SpecConfig("eagle", "smollm2-head")
+    assert options.draft_choice("auto", str(other)) == usual
+    assert options.draft_choice("eagle", str(other)) == SpecConfig("eagle")
 
 
 def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):

@@ -128,7 +128,7 @@ def test_a_file_beside_its_target_drafts_by_default(folders, tmp_path):
     tensors, raw = load_file(tmp_path / "other" / "model.safetensors"), {**raw, "hidden_size": 48}
     write_gguf(target, raw, tensors, arch="gemma4", keys=TARGET_KEYS)
     shipped.cache_clear()
-    assert draft_choice("auto", str(target)) is None
+    assert draft_choice("auto", str(target)) == parse_draft("suffix")
 
 
 def test_what_is_refused(folders, tmp_path):

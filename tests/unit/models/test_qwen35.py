@@ -156,10 +156,10 @@ def test_the_block_drafts_by_default(folders, tmp_path, params):
     cut, beside = as_gguf(folders[0], tmp_path / "cut.gguf", "nextn."), tmp_path / "mtp-model.gguf"
     lawkit.write_model(tmp_path / "small", **QWEN | {"num_hidden_layers": 4})
     for path, drafts in ((folders[0], True), (folders[1], False), (cut, False), (tmp_path / "none", False)):
-        assert draft_choice("auto", str(path)) == (SpecConfig("mtp") if drafts else None)
+        assert draft_choice("auto", str(path)) == SpecConfig("mtp" if drafts else "suffix")
     as_gguf(folders[0], beside, alone=True)
     whole, other = (as_gguf(f, tmp_path / f"{f.name}.gguf") for f in (folders[0], tmp_path / "small"))
-    assert [draft_choice("auto", str(path)) for path in (whole, other)] == [SpecConfig("mtp"), None]
+    assert [draft_choice("auto", str(path)) for path in (whole, other)] == [SpecConfig("mtp"), SpecConfig("suffix")]
     sampling, found = SamplingParams(max_tokens=20, ignore_eos=True, seed=2, **params), []
     for path, draft in ((folders[0], None), (folders[0], "mtp"), (cut, "mtp"), (cut, str(beside))):
         spec = SpecConfig() if draft is None else replace(parse_draft(draft), num_draft_tokens=3)
