@@ -53,6 +53,8 @@ def shown(name: str, found: list[Record]) -> str:
 
 
 def ours(record: Record) -> str:
-    """Machine and workload of a record as a sentence; a model's name keeps its first letter."""
+    """The workload of a record as a sentence, without its machine; a model's name keeps its first letter."""
     said = _page.ours(record)
+    for known in (f" on {_page.machine(record)}", f"; {record['machine']['cpu']}"):
+        said = said.replace(known, "")
     return f"{said if record['size'] == 'real' else said[0].upper() + said[1:]}."
