@@ -53,7 +53,7 @@ class SpecConfig:
     policy: str = setting(
         "fixed",
         "draft length: goodput (as many tokens as pay by measured times), fixed (always --k), history (by past "
-        "drafts), disco (until likely wrong, as learned); auto: goodput, or fixed if --confidence is given",
+        "drafts), disco (until likely wrong); auto: goodput, or fixed if --confidence is given",
     )
     options: Mapping[str, object] = field(default_factory=dict)  # the drafter's own Options
     below: tuple[SpecConfig, ...] = ()  # a cascade's drafters, or those that `first` asks in turn, with their settings
