@@ -86,28 +86,29 @@ def test_the_text_continues_the_prompt(kind, data, skip, length):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @given(data=st.data(), first=st.integers(0, 4))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind, data, first):
-    """As a search of the whole text after each token finds it, also in bytes whose run goes on."""
+    """As a search of the whole text after each token finds it, also in bytes whose run goes on; deltas join to it."""
     tokenizer = tokenizer_of(kind)
     ids = st.lists(st.integers(0, tokenizer.vocab_size), max_size=12)
     prompt, output = data.draw(ids), data.draw(ids)
     whole = right_text(tokenizer, prompt, output, True)
     assume(whole and BROKEN not in whole)
-    at = data.draw(st.integers(0, len(whole) - 1))
-    stop = whole[at : at + data.draw(st.integers(1, 3))]
-    text, known, expected = OutputText(tokenizer, (stop,), True, prompt), "", whole
+    spans = data.draw(st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(1, 4)), min_size=1, max_size=3))
+    stops = tuple(whole[at : at + size] for at, size in spans)
+    text, known, expected, given_out = OutputText(tokenizer, stops, True, prompt), "", whole, ""
     for n, token in enumerate(output, 1):
         said = right_text(tokenizer, prompt, output[:n], True).rstrip(BROKEN)
-        found = said.find(stop, max(0, len(known) - len(stop) + 1)) if n > first and said.startswith(known) else -1
+        found = [said.find(s, max(0, len(known) - len(s) + 1)) for s in stops if n > first and said.startswith(known)]
         stopped = text.push(token, may_stop=n > first)
-        assert stopped == (found >= 0)
+        assert stopped == (max(found, default=-1) >= 0)
         if stopped:
-            expected = said[:found]
+            expected = said[: min(at for at in found if at >= 0)]
             break
         known = said
+        given_out += text.delta()
     text.finish()
-    assert text.text == expected
+    assert text.text == expected == given_out + text.delta()
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS.keys() - {"word ends", "two stripped", "none"}))

@@ -1,7 +1,4 @@
-"""OutputText: stop strings across token boundaries, and deltas that are never retracted."""
-
-import hypothesis.strategies as st
-from hypothesis import example, given
+"""OutputText by example: what is held back, and what goes out at once. Its property is in property/test_text.py."""
 
 from sameseed.engine.running import OutputText
 
@@ -24,46 +21,17 @@ class Pieces:
         return self.rest
 
 
-def write(pieces, stop, first=0, rest=""):
-    """The text, its deltas, and the number of tokens at the stop or None; stops count from token `first` on."""
+def write(pieces, stop, rest=""):
+    """The text, its deltas, and the number of tokens at the stop or None."""
     output = OutputText(Pieces(pieces, rest), stop)
     deltas = []
     for i in range(len(pieces)):
-        if output.push(i, may_stop=i >= first):
+        if output.push(i):
             output.finish()
             return output.text, [*deltas, output.delta()], i + 1
         deltas.append(output.delta())
     output.finish()
     return output.text, [*deltas, output.delta()], None
-
-
-def by_hand(pieces, stop, first):
-    """The same, by a search of the whole text after each token."""
-    text = ""
-    for i, piece in enumerate(pieces):
-        known, text = len(text), text + piece
-        ends = [
-            at for s in stop for at in range(len(text)) if text.startswith(s, at) and known < at + len(s) and i >= first
-        ]
-        if ends:
-            return text[: min(ends)], i + 1
-    return text, None
-
-
-letters = st.text("ab", max_size=4)
-
-
-@given(
-    pieces=st.lists(letters, max_size=12),
-    stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple),
-    first=st.integers(0, 4),
-)
-@example(pieces=["ab", "aab", "b"], stop=("aabb", "b"), first=2)
-@example(pieces=["a", "a", "a", "b"], stop=("aab",), first=0)
-def test_stops_equal_a_search_of_the_whole_text(pieces, stop, first):
-    text, deltas, count = write(pieces, stop, first)
-    assert (text, count) == by_hand(pieces, stop, first)
-    assert "".join(deltas) == text, "what was given out stands"
 
 
 def test_a_tail_that_may_become_a_stop_is_held_back():
