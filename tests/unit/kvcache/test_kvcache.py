@@ -38,17 +38,12 @@ SHAPE = ([(2, 8)] * 3, 5, 4)  # KV heads and head size of each layer, blocks, bl
 )  # fmt: skip
 def test_storage(format, dtype, scaled):
     cache = KVCache(*SHAPE, format)
-    assert len(cache.layers) == 3
-    for i in range(3):
-        layer = cache.layers[i]
-        assert layer.format == format
-        assert layer.k.shape == layer.v.shape == (5, 4, 2, 8)
-        assert layer.k.dtype == layer.v.dtype == dtype
-        for scale in (layer.k_scale, layer.v_scale):
-            assert (scale is not None) == scaled
-            if scale is not None:
-                assert scale.shape == (5, 4, 2)
-                assert scale.dtype == torch.float32
+    for layer in cache.layers:
+        assert {(layer.format, half.shape, half.dtype) for half in (layer.k, layer.v)} == {
+            (format, (5, 4, 2, 8), dtype)
+        }
+        scales = {s if s is None else (s.shape, s.dtype) for s in (layer.k_scale, layer.v_scale)}
+        assert scales == {((5, 4, 2), torch.float32) if scaled else None}
     a_row = 2 * 8 * dtype.itemsize + (2 * 4 if scaled else 0)
     assert cache.nbytes == 2 * 3 * 20 * a_row
 
@@ -276,13 +271,6 @@ def test_a_text_that_went_on_otherwise_is_known_as_it_is_now():
     assert blocks.reserve(seq, 8)
     blocks.enter(seq, 8)
     assert blocks.adopt(sequence([1] * 6 + [2] * 3)) == 8
-
-
-def test_what_nobody_may_share_is_never_known():
-    blocks = BlockManager(10, SIZE, shares=False)
-    computed(blocks, [1, 2, 3, 4, 5])
-    assert blocks.adopt(sequence([1, 2, 3, 4, 5])) == 0
-    assert len(blocks.prefixes) == 0
 
 
 def test_a_rewind_into_a_shared_block_takes_the_state_back_too():
