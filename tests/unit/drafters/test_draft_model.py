@@ -21,7 +21,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import HAS_NATIVE, SamplingState
+from sameseed.spec.sampling import HAS_NATIVE
 
 
 def nobody(seq, length):
@@ -33,17 +33,6 @@ def runner():
     mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
     mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
     return mock
-
-
-def test_penalty_counts_of_dropped_tokens_are_forgotten():
-    target = Sequence(0, [1, 2], SamplingParams(frequency_penalty=1.0), 0)
-    shadow = Shadow(target, runner())
-    shadow.follow(target, nobody)
-    shadow.seq.token_ids += [3, 3]
-    assert SamplingState.of(shadow.seq, 10).counts[3] == 2
-    target.token_ids += [3, 4, 5, 6]
-    shadow.follow(target, nobody)
-    assert SamplingState.of(shadow.seq, 10).counts.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_random_walk():

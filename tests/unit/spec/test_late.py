@@ -4,12 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 from fixtures_choices import let_choose
 from lawkit import make_engine, random_prompts, run, texts
 
 from sameseed import devices
-from sameseed.batch import UNKNOWN, Rows, build_batch
 from sameseed.models.drawn import Drawn
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams
@@ -137,9 +135,3 @@ def test_a_chain_that_cannot_be_read_costs_speed_alone(choosing, monkeypatch):
     monkeypatch.setattr(Drawn, "split", broken)
     engine = make_engine(choosing, "draft_model", 4)
     assert texts(run(engine, PROMPTS, PLAIN)) == plain and not engine.metrics.num_draft_tokens
-
-
-def test_late_tokens_go_where_tokens_are_unknown():
-    batch = build_batch([Rows([5, UNKNOWN], 0, [UNKNOWN], [-1], [1], True), Rows([7], 0, [], [], [2], True)], 4)
-    late = torch.tensor([8, 9], dtype=torch.int32)
-    assert batch.with_late(late).on(torch.device("cpu")).token_ids.tolist() == [5, 8, 9, 7]

@@ -116,22 +116,6 @@ def test_scripted_tokens_are_taken_whatever_the_logits_say():
     assert verify(Draft.chains([[4, 5]]), after(9, 9, 7), [seq], [True]).tokens == [[4, 5, 7]]
 
 
-def test_ragged_batch():
-    draft = Draft.trees([([4, 5], [-1, 0]), ([], []), ([7], [-1]), ([1, 2, 3], [-1, -1, -1])])
-    logits = after(4, 9, 0, 6, 7, 8, 3, 0, 0, 5)
-    result = check(draft, logits)
-    assert result.tokens == [[4, 9], [6], [7, 8], [3, 5]]
-    assert result.nodes == [[0], [], [0], [2]]
-
-
-def test_a_sequence_without_logits_gets_nothing():
-    seqs = [Sequence(b, [1], SamplingParams(), 0) for b in range(3)]
-    result = verify(Draft.chains([[4], [], [5]]), after(4, 2, 5, 3), seqs, [True, False, True])
-    assert result.tokens == [[4, 2], [], [5, 3]]
-    assert result.nodes == [[0], [], [0]]
-    assert result.failed == [False] * 3
-
-
 def test_failure_keeps_what_was_accepted_before():
     logits = after(4, 5, 6, 7)
     for params in (SamplingParams(), SamplingParams(temperature=0.001), SamplingParams(frequency_penalty=0.1)):
@@ -156,13 +140,6 @@ def test_whose_fault_it_is_that_no_token_is_left(params, temperature):
         assert verify(Draft.empty(1), logits, [seq], [True]).failed == [True] and not seq.ruled_out
     seq = Sequence(0, [1], SamplingParams(temperature=temperature, banned_token_ids=tuple(range(V))), 0)
     assert verify(Draft.empty(1), after(4), [seq], [True]).failed == [True] and seq.ruled_out
-
-
-def test_ties_agree_with_plain_decoding():
-    logits = torch.zeros(3, V)
-    logits[:, [3, 6]] = 1.0
-    assert check(Draft.chains([[3, 3]]), logits).tokens == [[3, 3, 3]]
-    assert check(Draft.chains([[6, 6]]), logits).tokens == [[3]]
 
 
 def test_logprobs_go_with_the_tokens():

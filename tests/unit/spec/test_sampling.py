@@ -219,17 +219,6 @@ def test_a_tiny_temperature_is_greedy(temperature):
         assert probability(row, sequence(params), 1) == 1.0
 
 
-def test_penalties_along_a_draft_equal_decoding_one_by_one():
-    rng = np.random.default_rng(1)
-    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=5)
-    prompt, path = [1, 2, 2], [4, 4, 2, 0, 4, 3]
-    drafted, grown = sequence(params, prompt), sequence(params, prompt)
-    for i in range(len(path) + 1):
-        row = rng.standard_normal(V).astype(np.float32)
-        assert adjust(row, drafted, path[:i], EOS).tolist() == adjust(row, grown, [], EOS).tolist()
-        grown.token_ids += path[i : i + 1]
-
-
 def test_penalty_state_follows_its_sequence():
     params = SamplingParams(frequency_penalty=0.5)
     seq = sequence(params, [1, 2], [3])
@@ -268,12 +257,6 @@ def test_ids_beyond_the_vocabulary_are_no_matter():
         logit_bias={99: 5.0}, banned_token_ids=(50,), allowed_token_ids=(1, 77), stop_token_ids=(88,), min_tokens=1
     )
     assert choose(np.array([9.0, 1.0, 0.0], np.float32), sequence(params, [1, 60]), [], (61,)) == 1
-
-
-def test_ties_go_to_the_lowest_id():
-    row = np.array([0.0, 2.0, 2.0, 2.0], np.float32)
-    assert choose(row, sequence(SamplingParams()), [], ()) == 1
-    assert choose(row, sequence(SamplingParams(banned_token_ids=(1,))), [], ()) == 2
 
 
 def test_plain_greedy_means_argmax_at_any_depth():
