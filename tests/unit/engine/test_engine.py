@@ -163,23 +163,6 @@ def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair, k):
     assert longest > 2, "the wish was heeded"
 
 
-def test_deltas_join_to_the_completion(pair):
-    engine = make_engine(pair, "draft_model", k=5)
-    params = SamplingParams(max_tokens=40, seed=4, temperature=1.5, ignore_eos=True, stop=("#!",))
-    for i, prompt in enumerate(random_prompts(5)):
-        engine.add(Request(f"r{i}", tuple(prompt), params, 4))
-    deltas = {}
-    while engine.has_work:
-        for d in engine.step():
-            deltas.setdefault(d.request_id, []).append(d)
-    for group in deltas.values():
-        completion = group[-1].completion
-        assert [d.completion for d in group[:-1]] == [None] * (len(group) - 1)
-        assert "".join(d.text for d in group) == completion.text
-        assert tuple(t for d in group for t in d.token_ids) == completion.token_ids
-        assert tuple(a for d in group for a in d.accepted) == completion.accepted
-
-
 def test_what_cannot_be_served(pair):
     engine = make_engine(pair, max_len=50)
     cases = [
@@ -197,16 +180,6 @@ def test_what_cannot_be_served(pair):
         assert caught.value.field == name
     assert not engine.has_work
     assert engine.step() == []
-
-
-def test_no_token_left_ends_with_an_error(pair):
-    engine = make_engine(pair, "draft_model")
-    bad = SamplingParams(max_tokens=9, seed=1, allowed_token_ids=(299,), min_tokens=4, stop_token_ids=(299,))
-    good = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
-    done = run(engine, random_prompts(2), [bad, good])
-    assert done[0].finish_reason is FinishReason.ERROR and "no token was left" in done[0].error
-    assert done[0].token_ids == () and not done[1].error
-    assert len(done[1].token_ids) == 9
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
