@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fixtures_server import pretender, until
 
 from sameseed.request import SamplingParams
-from sameseed.server import connection, frames, logs, process, run
+from sameseed.server import frames, logs, process
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
@@ -158,29 +157,6 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start):
     assert [type(f) for f in sent] == [Add, frames.Abort] and not client._streams
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
-
-
-async def test_half_requests_are_not_waited_for(monkeypatch):
-    monkeypatch.setattr(connection, "WAIT", 0.4)
-
-    async def app(scope, receive, send):
-        await asyncio.sleep(0.6)  # an answer may take longer than WAIT
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    listener = run.bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
-    server = run._Server(config)
-    serving = asyncio.create_task(server.serve([listener]))
-    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for half in (b"", request[:9], request):  # the last one is answered, then the client is silent
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(half)
-        got = await asyncio.wait_for(reader.read(), 10)
-        assert got.endswith(b"ok") if half == request else got == b""
-        writer.close()
-    server.should_exit = True
-    await serving
 
 
 def test_a_full_disk_silences_the_log(monkeypatch, capsys):

@@ -111,3 +111,12 @@ async def test_who_left_is_noticed(address, version, reset):
             left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     await until(lambda: address[1])
     assert address[1] == ["left"]
+
+
+async def test_half_requests_are_not_waited_for(address, monkeypatch):
+    """An answer may take longer than a request's head; after it, a silent client is not waited for either."""
+    monkeypatch.setattr(connection, "WAIT", 0.4)
+    slow = GET.replace(b" / ", b" /slow ")
+    for sent in (b"", slow[:9], slow):
+        got = await said(address[0], sent, half_close=False)
+        assert got.endswith(b"ok") if sent == slow else got == b""
