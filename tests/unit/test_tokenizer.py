@@ -233,16 +233,6 @@ def with_template(template):
     return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def test_template():
-    tokenizer = with_template(CHATML)
-    rendered = '<|user|>user\nHello <b>&"you"</b> 你好</s>\n'
-    assert tokenizer.render_chat(HELLO) == rendered + "<|user|>assistant\n"
-    assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == rendered
-    ids = tokenizer.chat(HELLO)
-    assert ids[0] == tokenizer.vocabulary()["<|user|>"]  # the template alone decides which token comes first
-    assert tokenizer.decode(ids, skip_special_tokens=False) == rendered + "<|user|>assistant\n"
-
-
 @every_kind
 def test_special_tokens_that_a_user_types_are_text(kind):
     tokenizer = Tokenizer(KINDS[kind]()._backend, CHATML, {"eos_token": "</s>"})

@@ -29,23 +29,6 @@ def write(engine, grammar, params, seeds):
     return [done[str(seed), 0] for seed in seeds]
 
 
-def test_masks(vocabulary):
-    grammar = Choice(["ab", "a", "b你"], vocabulary)
-    by_bytes = {p: t for t, p in enumerate(vocabulary.pieces) if p}
-    a, b = by_bytes[b"a"], by_bytes[b"b"]
-
-    def allowed(output, path):
-        return set(np.flatnonzero(grammar.allowed(output, path)).tolist())
-
-    assert {a, b} <= allowed([], [])
-    assert all("ab".startswith(vocabulary.pieces[t].decode()) or t == b for t in allowed([], []))
-    assert allowed([], [a]) == allowed([a], []) == {b, EOS}
-    assert allowed([a], [b]) == {EOS} == allowed([a, b], [EOS])
-    first = {t for t, p in enumerate(vocabulary.pieces) if p and "你".encode().startswith(p)}
-    assert allowed([b], []) == first != set()
-    assert not allowed([b, b], [])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_copy_of_the_target_guesses_only_what_the_grammar_allows(pair, vocabulary, temperature):
     grammar = Choice(CHOICES, vocabulary)
