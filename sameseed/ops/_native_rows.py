@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sameseed.ops import _packed, _super
+from sameseed.ops._layout import SERVED, describe, native_weight
 from sameseed.ops._rows import ExpertWeights, RowSource, Views, outlier_product, outlier_views, plain_rows
-from sameseed.scheme import KQUANTS, QuantTensor, round_rows
+from sameseed.scheme import QuantTensor, round_rows
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
@@ -73,17 +73,17 @@ def check_fit(what: str, got: object, wanted: object) -> None:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
 
-def described(known: dict[int, T], x: Any, describe: Callable[[Any], T]) -> T:
+def described(known: dict[int, T], x: Any, make: Callable[[Any], T]) -> T:
     """The native description of `x`. It is made once, because the tensors of `x` never move."""
     made = known.get(id(x))
     if made is None:
-        made = known[id(x)] = describe(x)
+        made = known[id(x)] = make(x)
         weakref.finalize(x, known.pop, id(x), None)
     return made
 
 
 def _weight(w: QuantTensor) -> _native.Weight:
-    return described(_weights, w, _dense_weight if w.layout == "plain" else packer(w).describe)
+    return described(_weights, w, _dense_weight if w.layout == "plain" else describe)
 
 
 def vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
@@ -99,12 +99,7 @@ def serves(w: QuantTensor) -> bool:
     """Whether a kernel can read this weight in its present layout."""
     if w.layout == "plain":
         return w.format in DTYPES and w.activations is None
-    return (w.format, w.activations) in _packed.SERVED
-
-
-def packer(w: QuantTensor) -> Any:
-    """The module that packs weights of this format."""
-    return _super if w.format in KQUANTS else _packed
+    return (w.format, w.activations) in SERVED
 
 
 def _dense_weight(w: QuantTensor) -> _native.Weight:
@@ -113,7 +108,7 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
         raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
-    return _packed.native_weight(w, CODES[w.format], weight, weight.stride(0))
+    return native_weight(w, CODES[w.format], weight, weight.stride(0))
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, scale: float = 1.0, on: Executor = NOW) -> Tensor:

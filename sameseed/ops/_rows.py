@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.scheme import QuantTensor, split_outliers
 
-TILE = 32  # rows of a tile of packed weights; weights are packed in chunks of whole tiles
+TILE = 32  # outputs of a block of packed weights (csrc/kernels.h), which are packed in chunks of whole blocks
 
 
 class RowSource(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sameseed.errors import ConfigError
-from sameseed.ops import _packed, _super
+from sameseed.ops._layout import SERVED
 from sameseed.ops._native_cache import (
     KV_FORMATS,
     attention,
@@ -30,7 +30,6 @@ from sameseed.ops._native_rows import (
     embedding,
     experts,
     gelu_mul,
-    packer,
     product,
     rms_norm,
     rope,
@@ -38,8 +37,8 @@ from sameseed.ops._native_rows import (
     silu_mul,
     softcap,
 )
+from sameseed.ops._packed import encode, pack, read, unpack
 from sameseed.ops._replay import PlanReplay
-from sameseed.scheme import QuantTensor
 
 try:
     from sameseed import _native
@@ -54,9 +53,7 @@ else:
 row_invariant = True
 DEVICES = frozenset({"cpu"})
 # Formats with kernels for float rows. `serves` also covers weights whose rows are quantized.
-LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in _packed.SERVED if rows is None}
-encode = _packed.encode
-read = _super.read
+LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in SERVED if rows is None}
 replayer = PlanReplay  # `forward(ops, batch, cache, captures)` through recorded plans: the same bits, less Python
 
 
@@ -91,18 +88,6 @@ def _set(call: Callable[[int], None], threads: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-def pack(w: QuantTensor) -> QuantTensor:
-    """Pack `w` in blocks of 32 outputs; returns `w` itself if the kernels read it unchanged, or not at all."""
-    packed: QuantTensor = packer(w).pack(w)
-    return packed
-
-
-def unpack(w: QuantTensor) -> QuantTensor:
-    """The inverse of pack."""
-    plain: QuantTensor = packer(w).unpack(w)
-    return plain
-
-
 def has_kernel(name: str, activations: str | None) -> bool:
     """Whether there is a kernel for weights in format `name` with these activations."""
-    return name in DTYPES or (name, activations) in _packed.SERVED
+    return name in DTYPES or (name, activations) in SERVED
