@@ -53,6 +53,18 @@ class Coded(Format):
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         raise NotImplementedError
 
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of x [..., K] and a float32 scale for each row [..., 1]; for formats that the cache may have."""
+        raise NotImplementedError
+
+    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        codes, scales = self.rows(x)  # one scale per row: rejected draft tokens must not affect other rows
+        return codes, scales.squeeze(-1)
+
+    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        assert scales is not None
+        return self.values(codes.contiguous(), None) * scales[..., None]
+
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         """Values of codes [O, K / G, G] before scaling, float32; zeros [O, K / G, 1]."""
         raise NotImplementedError

@@ -41,7 +41,7 @@ class Float8(Coded):
         values, scales = scheme.scaled(x, a, self.largest)
         return values.clamp_(-self.largest, self.largest).to(self.dtype).view(torch.uint8), scales
 
-    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
         return self._codes(x, x.abs().amax(-1, keepdim=True))
 
@@ -50,7 +50,7 @@ class Float8(Coded):
             chosen = scheme.get(choose(weight)[0])
             return chosen.encode(weight, replace(args, variant=None))
         if args.variant != "b128":
-            return self.stored(*self._rows(weight))
+            return self.stored(*self.rows(weight))
         height, width = weight.shape
         x = torch.nn.functional.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
         x = x.view(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -67,14 +67,6 @@ class Float8(Coded):
 
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return codes.view(self.dtype).float()
-
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes, scales = self._rows(x)  # one scale per row: rejected draft tokens must not affect other rows
-        return codes, scales.squeeze(-1)
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        assert scales is not None
-        return codes.contiguous().view(self.dtype).float() * scales[..., None]
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' float-quantized layout: scales [O, 1], or one per block.

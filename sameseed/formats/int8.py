@@ -20,7 +20,7 @@ class Int8(Coded):
 
     def _encode(self, weight: Tensor, args: QuantArgs) -> QuantTensor:
         if args.group is None:
-            return self.stored(*quantize_rows(weight))
+            return self.stored(*self.rows(weight))
         x = grouped(weight, args.group)
         scales = bf16_scales(x.abs().amax(-1), 127.0)
         codes = divided(x, scales).round_().clamp_(-127, 127).to(torch.int8)
@@ -29,13 +29,8 @@ class Int8(Coded):
     def values(self, codes: Tensor, zeros: Tensor | None) -> Tensor:
         return codes.float()
 
-    def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes, scales = quantize_rows(x)  # one scale per row: rejected draft tokens must not affect other rows
-        return codes, scales.squeeze(-1)
-
-    def decode_kv(self, codes: Tensor, scales: Tensor | None) -> Tensor:
-        assert scales is not None
-        return codes.float() * scales[..., None]
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_rows(x)
 
     def checkpoint(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         """Tensors in compressed-tensors' int-quantized layout; with float activations in its pack-quantized layout."""

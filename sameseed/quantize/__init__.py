@@ -92,7 +92,7 @@ class Quantizer:
         """Rewrite a layer in place; `stats`: by stage, of the layer before (empty if the method does not need them)."""
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: no calibration)."""
+        """Store weight [O, K] in `scheme`, which has codes; `stats`: of its inputs (None: the method needs none)."""
         return scheme.encode(weight)
 
     def embedding(self, rows: Tensor) -> Tensor:
@@ -118,8 +118,19 @@ class Pipeline:
         self.unties = any(m.unties for m in methods)
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
+        """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: no calibration). Raises ConfigError."""
         rounding = next((m for m in reversed(self.methods) if m.rounds), None)
-        return scheme.encode(weight) if rounding is None else rounding.quantize(weight, scheme, stats)
+        if rounding is None or is_dense(scheme):
+            return scheme.encode(weight)
+        self.check_calibrated(stats is not None)
+        return rounding.quantize(weight, scheme, stats)
+
+    def check_calibrated(self, calibrated: bool) -> None:
+        """Raise ConfigError where a method learns from calibration text, and there is none."""
+        if self.needs and not calibrated:
+            raise ConfigError(
+                f"method {self.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
+            )
 
     def embedding(self, rows: Tensor) -> Tensor:
         for method in self.methods:

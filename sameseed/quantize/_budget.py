@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.quantize import check_stored
-from sameseed.quantize._decoder import STAGES, Block, Linear, advance
+from sameseed.quantize._decoder import STAGES, Block, Linear
 from sameseed.quantize._walk import Walk
 from sameseed.scheme import QuantScheme
 
@@ -115,7 +115,7 @@ def measure(
     start = walk.hidden
     final = start.clone()
     for index in range(num_layers):
-        _advance(walk, walk.prepared(index), final)
+        walk.advance(walk.decoder.layer, walk.prepared(index), final)
     entering = start.clone()
     found: list[Sensitivity] = []
     for index in range(num_layers):
@@ -124,20 +124,16 @@ def measure(
         trials = [_trial(block, stage, s) for stage, modules in units.items() for s in schemes_of(modules)]
         hidden = [entering.clone() for _ in trials]
         for (_, trial), h in zip(trials, hidden, strict=True):
-            _advance(walk, trial, h)
+            walk.advance(walk.decoder.layer, trial, h)
         for later in range(index + 1, num_layers):
             following = walk.prepared(later)
             for h in hidden:
-                _advance(walk, following, h)
+                walk.advance(walk.decoder.layer, following, h)
         for (partly, _), h in zip(trials, hidden, strict=True):
             found.append(partly(loss=divergence(walk, ends, final, h)))
-        _advance(walk, block, entering)
+        walk.advance(walk.decoder.layer, block, entering)
         report(index + 1, num_layers)
     return found
-
-
-def _advance(walk: Walk, block: Block, hidden: Tensor) -> None:
-    advance(hidden, partial(walk.decoder.layer, block), walk.device)
 
 
 def _trial(block: Block, stage: str, scheme: QuantScheme) -> tuple[Callable[..., Sensitivity], Block]:

@@ -5,7 +5,7 @@ Letters besides those of `ops`: B rows of the calibration set, S tokens of a row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -169,9 +169,3 @@ class DecoderLayers:
 def chunks(h: Tensor) -> Iterator[Tensor]:
     """Views of the hidden states h [B, S, C], some rows each."""
     yield from torch.split(h, max(1, CHUNK // h.shape[1]))
-
-
-def advance(h: Tensor, step: Callable[[Tensor], Tensor], device: torch.device = CPU) -> None:
-    """Replace the hidden states h [B, S, C] in place by `step` of them, computed chunk by chunk on `device`."""
-    for part in chunks(h):
-        part.copy_(step(part.to(device)))

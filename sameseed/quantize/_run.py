@@ -134,10 +134,7 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16")
     if plan.out.exists() and not plan.overwrite:
         raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
-    if pipeline.needs and plan.calibration is None:
-        raise ConfigError(
-            f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
-        )
+    pipeline.check_calibrated(plan.calibration is not None)
     if plan.budget is not None:
         candidates = [QuantScheme.parse(c) for c in plan.candidates]
         if all(is_dense(c) for c in candidates):
@@ -169,6 +166,7 @@ class _Run:
         # transformers has no quantized embedding: a quantized head is a separate matrix beside a dense embedding.
         head_apart = not is_dense(rules.at(HEAD)) and rules.at(HEAD) != rules.at(EMBEDDING)
         self.tied = self.config.tied_embeddings and not (self.pipeline.unties or head_apart)
+        self.ends = (EMBEDDING,) if self.tied else (EMBEDDING, HEAD)
         self._check_source()
         self.work = WorkFolder.open(self.plan.out, self._manifest(), self.plan.resume, self.plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []
@@ -184,11 +182,12 @@ class _Run:
                 *(self.plan.model, few),
             )
         layers = {name: shape for name, shape in matrices.items() if name not in (EMBEDDING, HEAD)}
+        stored = {name: (matrices[EMBEDDING], self._end_scheme(name)) for name in self.ends}
         if self.plan.budget is not None:
             bits.check_budget(layers, self.scheme, self.plan.candidates, self.plan.budget)
-            return
-        for name, shape in layers.items():
-            scheme = self.scheme.at(name)
+        else:
+            stored |= {name: (shape, self.scheme.at(name)) for name, shape in layers.items()}
+        for name, (shape, scheme) in stored.items():
             if not is_dense(scheme):
                 check_stored(name, shape, scheme)
 
@@ -236,17 +235,15 @@ class _Run:
                 self.work.write_layer(block, own)
             errors += own
             self.report(Progress("layers", index + 1, total, tuple(own)))
-        head = embedding if self.tied else self._end_matrix(HEAD, hidden)
-        for name, (_, error) in {EMBEDDING: embedding, HEAD: head}.items():
-            if error is not None and not (self.tied and name == HEAD):
-                errors.append(error)
+        ends = {name: embedding if name == EMBEDDING else self._end_matrix(name, hidden) for name in self.ends}
+        errors += [error for _, error in ends.values() if error is not None]
         found = self._about(errors)
-        ends = {EMBEDDING: embedding[0]} | ({} if self.tied else {HEAD: head[0]})
+        schemes = {e.module: QuantScheme.parse(e.scheme) for e in errors}
         save_quantized(
             self.plan.out,
             self.folder,
-            self._stream(ends),
-            {e.module: QuantScheme.parse(e.scheme) for e in errors if not is_dense(QuantScheme.parse(e.scheme))},
+            self._stream({name: matrix for name, (matrix, _) in ends.items()}),
+            {module: scheme for module, scheme in schemes.items() if not is_dense(scheme)},
             config={"tie_word_embeddings": self.tied},
             files={FILE: json.dumps(found, indent=1) + "\n"},
             card=f"Method {self.pipeline.text}, {found['bits_per_weight']:.2f} bits a weight; {FILE} has the errors.",
@@ -317,6 +314,10 @@ class _Run:
 
     # --- embedding and head ---
 
+    def _end_scheme(self, name: str) -> QuantScheme:
+        """The scheme of embedding or head: that of a rule, else "auto", the stored type."""
+        return QuantScheme(rules=self.scheme.rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
+
     def _tensor(self, name: str) -> str:
         return f"{EMBEDDING if self.config.tied_embeddings else name}.weight"
 
@@ -345,8 +346,7 @@ class _Run:
         An embedding (also a tied one) is rounded to nearest, because a lookup has no inputs to weight errors with. A
         dense matrix has no error (None).
         """
-        rules = () if dense else self.scheme.rules  # without a rule: "auto", the stored type
-        scheme = QuantScheme(rules=rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
+        scheme = QuantScheme() if dense else self._end_scheme(name)
         tensor = self._tensor(name)
         own = None if dense or self.pipeline.unties else self.source.scheme(tensor)
         kept = own is not None and scheme.weights == "auto"

@@ -7,7 +7,7 @@ memory; the computing device gets them in chunks, and holds everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,6 @@ from sameseed.quantize._decoder import (
     DecoderLayers,
     O,
     V,
-    advance,
     chunks,
     moved,
     read_block,
@@ -108,7 +107,7 @@ class Walk:
                 errors.append(module_error(block.prefix + name, scheme, before, linear.weight, stats))
             if self.hidden is not None and stage in ("o", "down"):
                 step = self.decoder.after_attention if stage == "o" else self.decoder.after_mlp
-                advance(self.hidden, partial(step, block), self.device)
+                self.advance(step, block, self.hidden)
         return block, errors
 
     def _as_stored(self, module: str, scheme: QuantScheme, weight: Tensor) -> QuantTensor | None:
@@ -120,8 +119,14 @@ class Walk:
         return replace(q, activations=scheme.activations) if q.order is None and decoded(q).equal(weight) else None
 
     def skip(self, block: Block) -> None:
+        """Pass the hidden states through a layer whose codes are chosen already."""
         if self.hidden is not None:
-            advance(self.hidden, partial(self.decoder.layer, block.to(self.device)), self.device)
+            self.advance(self.decoder.layer, block.to(self.device), self.hidden)
+
+    def advance(self, step: Callable[[Block, Tensor], Tensor], block: Block, hidden: Tensor) -> None:
+        """Replace hidden states [B, S, C] in place by a step of the decoder, chunk by chunk on the device."""
+        for part in chunks(hidden):
+            part.copy_(step(block, part.to(self.device)))
 
     def parts(self, hidden: Tensor) -> Iterator[Tensor]:
         """Hidden states [B, S, C] in chunks, on the device."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.models.config import ModelConfig
 from sameseed.quantize import Quantizer, SchemeOf, Stats, decoded, is_dense
@@ -89,11 +88,8 @@ class Awq(Quantizer):
         return found
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        if stats is None:
-            raise ConfigError("awq needs calibration text; give --calibration FILE, or take --method rtn")
-        if is_dense(scheme) or not self.options.clip:
-            return scheme.encode(weight)
-        return scheme.encode(clip(weight, scheme.encode, stats.hessian))
+        assert stats is not None  # `Pipeline.quantize` checks it
+        return scheme.encode(clip(weight, scheme.encode, stats.hessian) if self.options.clip else weight)
 
 
 def _shared(values: Tensor, shared: int, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.errors import ConfigError
 from sameseed.fields import within
-from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded, is_dense
+from sameseed.quantize import DOUBLE, Quantizer, Stats, decoded
 from sameseed.quantize._grid import CodeGrid, clip, unit
 from sameseed.scheme import QuantScheme, QuantTensor
 
@@ -36,10 +36,7 @@ class Gptq(Quantizer):
         clip: bool = True
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        if stats is None:
-            raise ConfigError("gptq needs calibration text; give --calibration FILE, or take --method rtn")
-        if is_dense(scheme):
-            return scheme.encode(weight)
+        assert stats is not None  # `Pipeline.quantize` checks it
         weight = weight.float()
         plain = scheme.encode(weight)
         better = self._rounded(weight, scheme, stats)

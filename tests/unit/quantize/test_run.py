@@ -246,7 +246,8 @@ BUDGETED = {"budget": 6.0, "candidates": ("w4a16-g32", "w8a16")}
         ({"options": {"damping": float("nan")}}, "damping"), ({"seed": -1}, "seed"),
         ({"model": "/nowhere/at/all"}, "no model"), ({**BUDGETED, "scheme": "w4a16,*.q_proj=bf16"}, "alike"),
         ({**BUDGETED, "budget": 3.0}, "raise"), ({**BUDGETED, "candidates": ("w4a16-g32", "w4a16-g128")}, "divide"),
-        ({**BUDGETED, "candidates": ("bf16",)}, "--candidates"),
+        ({**BUDGETED, "candidates": ("bf16",)}, "--candidates"), ({"scheme": "w8a16,lm_head=w4a16-g128"}, "divide"),
+        ({**BUDGETED, "scheme": "w4a16,lm_head=w4a16-g128"}, "divide"),
     ],
 )  # fmt: skip
 def test_bad_plans(plan, change, words):
