@@ -1,6 +1,6 @@
 """Kernels of the KV cache: they encode rows into the cache, with rotation if wanted, and copy rows as bytes.
 
-A program of `store` reads one row of one head and nothing else. Scales are per token and head, so rejected draft tokens
+A program reads one row of one head and nothing else. Scales are per token and head, so rejected draft tokens
 leave no trace.
 """
 
@@ -76,24 +76,9 @@ def _halves(at, DIM: tl.constexpr, BLOCK: tl.constexpr):
     return tl.load(at + cols, mask=cols < HALF, other=0.0), tl.load(at + HALF + cols, mask=cols < DIM - HALF, other=0.0)
 
 
-@triton.jit(do_not_specialize=["k_stride", "v_stride"], do_not_specialize_on_alignment=["slots_ptr"])
-def store(
-    k_ptr, v_ptr, k_stride, v_stride, slots_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads,
-    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # Program (t, h): stores the key and the value of row t, head h.
-    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(slots_ptr + t).to(tl.int64) * num_heads + h
-    k1, k2 = _halves(k_ptr + t * k_stride + h * DIM, DIM, BLOCK)
-    v1, v2 = _halves(v_ptr + t * v_stride + h * DIM, DIM, BLOCK)
-    if place >= 0:  # slot -1: the row belongs to no sequence
-        _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)
-        _encode_row(v1, v2, v_codes_ptr + place * DIM, v_scale_ptr + place, KIND, LARGEST, DIM)
-
-
 @triton.jit
 def _turned(at, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    # The halves of a rotated row: x1 cos - x2 sin, x2 cos + x1 sin (as in rows.rotate).
+    # The halves of a rotated row: x1 cos - x2 sin, x2 cos + x1 sin.
     x1, x2 = _halves(at, DIM, BLOCK)
     cos, sin = _halves(angles, DIM, BLOCK)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
@@ -106,14 +91,17 @@ def _turned(at, angles, DIM: tl.constexpr, BLOCK: tl.constexpr):
 def rotate_store(
     q_ptr, k_ptr, v_ptr, q_stride, k_stride, v_stride, positions_ptr, table_ptr, slots_ptr,
     out_ptr, k_codes_ptr, v_codes_ptr, k_scale_ptr, v_scale_ptr, num_heads, kv_heads,
-    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Program (t, h) for row t: the first num_heads heads rotate a query, the next kv_heads heads rotate and store a
-    # key, the last kv_heads heads store a value.
+    # Program (t, h) for row t: the first num_heads heads rotate a query, the next kv_heads heads store a key (ROTATED:
+    # a rotated one), the last kv_heads heads store a value. There may be no queries, or no keys and values.
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, BLOCK)
     HALF: tl.constexpr = DIM // 2
-    angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * DIM
+    angles = table_ptr
+    if ROTATED:
+        angles += tl.load(positions_ptr + t).to(tl.int64) * DIM
     slot = tl.load(slots_ptr + t)  # -1: the row belongs to no sequence and is not stored
     wait(EARLY)  # all reads so far are from the batch, which is complete when the pass begins
     first = slot.to(tl.int64) * kv_heads - num_heads
@@ -123,7 +111,8 @@ def rotate_store(
         tl.store(out + cols, y1, mask=cols < HALF)
         tl.store(out + HALF + cols, y2, mask=cols < HALF)
     elif h < num_heads + kv_heads:
-        k1, k2 = _turned(k_ptr + t * k_stride + (h - num_heads) * DIM, angles, DIM, BLOCK)
+        k_at = k_ptr + t * k_stride + (h - num_heads) * DIM
+        k1, k2 = _turned(k_at, angles, DIM, BLOCK) if ROTATED else _halves(k_at, DIM, BLOCK)
         place = first + h
         if slot >= 0:
             _encode_row(k1, k2, k_codes_ptr + place * DIM, k_scale_ptr + place, KIND, LARGEST, DIM)

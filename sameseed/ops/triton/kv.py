@@ -11,11 +11,10 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops import reference
-from sameseed.ops.triton.cached_rows import copy_rows, rotate_store, store
+from sameseed.ops.triton.cached_rows import copy_rows, rotate_store
 from sameseed.ops.triton.dispatch import rms_norm
 from sameseed.ops.triton.guard import Launch, guarded
 from sameseed.ops.triton.prepared import begins_early
-from sameseed.ops.triton.rows import rotate
 from sameseed.scheme import KVLayer
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # the largest code, for formats with scales
@@ -31,52 +30,39 @@ def heads_packed(x: Tensor) -> Tensor:
     return x if packed else x.contiguous()
 
 
-def _places(layer: KVLayer) -> dict[str, Tensor]:
-    return {
-        "k_codes_ptr": layer.k,
-        "v_codes_ptr": layer.v,
-        "k_scale_ptr": layer.k if layer.k_scale is None else layer.k_scale,  # not touched without scales
-        "v_scale_ptr": layer.v if layer.v_scale is None else layer.v_scale,
-    }
+def turning(
+    q: Tensor | None, stored: tuple[Tensor, Tensor, KVLayer, Tensor] | None, turn: tuple[Tensor, Tensor] | None
+) -> tuple[Launch, Tensor]:
+    """The launch that rotates queries q [T, H, D], and rotates and stores keys and values; and the rotated queries.
 
-
-def _constants(layer: KVLayer, dim: int) -> dict[str, Any]:
+    stored: keys and values [T, Hk, D] (heads of a row contiguous), their cache and slots. turn: positions and table, or
+    None: keys are stored as they are. Raises ValueError if keys do not fit the cache.
+    """
+    x = q if stored is None else stored[0]
+    assert x is not None
+    (num_rows, _, dim), heads, kv_heads = x.shape, 0 if q is None else q.shape[1], 0 if stored is None else x.shape[1]
+    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
+    k, v, layer, slots = (x, x, None, turn[0] if turn else x) if stored is None else stored
+    positions, table = (slots, x) if turn is None else turn  # what stands for tensors that there are not is never read
+    if layer is not None and (layer.k.shape[2:] != k.shape[1:] or v.shape != k.shape):
+        raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
+    if turn is not None and table.shape[1] != dim:
+        raise ValueError(f"a rope table {tuple(table.shape)} does not fit heads of {dim}")
+    rows = {"q": x if q is None else q, "k": k, "v": v}
+    arguments: dict[str, Any] = {f"{name}_ptr": t for name, t in rows.items()}
+    arguments |= {f"{name}_stride": t.stride(0) for name, t in rows.items()}
+    arguments |= {"positions_ptr": positions, "table_ptr": table, "slots_ptr": slots, "out_ptr": out}
+    codes = (out, out) if layer is None else (layer.k, layer.v)
+    scales = (None, None) if layer is None else (layer.k_scale, layer.v_scale)
+    for name, code, scale in zip("kv", codes, scales, strict=True):
+        arguments |= {f"{name}_codes_ptr": code, f"{name}_scale_ptr": code if scale is None else scale}
+    arguments |= {"num_heads": heads, "kv_heads": kv_heads}
+    name = "fp32" if layer is None else layer.format
     half = max(16, triton.next_power_of_2(-(-dim // 2)))
-    return {"KIND": KINDS[layer.format], "LARGEST": LARGEST.get(layer.format, 0.0), "DIM": dim, "BLOCK": half}
-
-
-def storing(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> Launch:
-    """The launch of store_kv. Raises ValueError if keys do not fit the cache."""
-    num_rows, heads, dim = k.shape
-    if layer.k.shape[2:] != (heads, dim) or v.shape != k.shape:
-        raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
-    arguments: dict[str, Any] = {
-        "k_ptr": k,
-        "v_ptr": v,
-        "k_stride": k.stride(0),
-        "v_stride": v.stride(0),
-        "slots_ptr": slots,
-    }
-    arguments |= {**_places(layer), "num_heads": heads}
-    free = frozenset({"k_stride", "v_stride"})
-    return Launch(store, (num_rows, heads), arguments, _constants(layer, dim), warps=1, free=free)
-
-
-def rotating(q: Tensor, k: Tensor, v: Tensor, layer: KVLayer, batch: Batch, table: Tensor) -> tuple[Launch, Tensor]:
-    """The launch of rope_store for q [T, H, D] and k, v [T, Hk, D] (heads of a row contiguous), and its output q."""
-    num_rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if layer.k.shape[2:] != (kv_heads, dim) or table.shape[1] != dim:
-        raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
-    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=q.device)
-    arguments: dict[str, Any] = {f"{name}_ptr": x for name, x in (("q", q), ("k", k), ("v", v))}
-    arguments |= {f"{name}_stride": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))}
-    arguments |= {"positions_ptr": batch.positions, "table_ptr": table, "slots_ptr": batch.slots, "out_ptr": out}
-    arguments |= {**_places(layer), "num_heads": heads, "kv_heads": kv_heads}
+    constants = {"KIND": KINDS[name], "LARGEST": LARGEST.get(name, 0.0), "DIM": dim, "BLOCK": half}
+    constants |= {"ROTATED": turn is not None, "EARLY": begins_early(num_rows, x.device)}
     free = frozenset({"q_stride", "k_stride", "v_stride"})
-    grid = (num_rows, heads + 2 * kv_heads)
-    constants = {**_constants(layer, dim), "EARLY": begins_early(num_rows, q.device)}
-    return Launch(rotate_store, grid, arguments, constants, warps=1, free=free), out
+    return Launch(rotate_store, (num_rows, heads + 2 * kv_heads), arguments, constants, warps=1, free=free), out
 
 
 def moving(layer: KVLayer, src: Tensor, dst: Tensor) -> list[Launch]:
@@ -119,7 +105,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
 
     Raises ValueError if they do not fit the cache, TypeError unless they are float32.
     """
-    launch = storing(heads_packed(k), heads_packed(v), layer, slots)
+    launch, _ = turning(None, (heads_packed(k), heads_packed(v), layer, slots), None)
     guarded(f"store_kv ({layer.format})", launch.run, lambda: reference.store_kv(k, v, layer, slots))
 
 
@@ -156,7 +142,7 @@ def rope_store(
     q, k, v = map(heads_packed, reference.split_heads(qkv, heads, layer.k.shape[2], norms, eps, rms_norm))
 
     def kernel() -> Tensor:
-        launch, out = rotating(q, k, v, layer, batch, table.contiguous())
+        launch, out = turning(q, (k, v, layer, batch.slots), (batch.positions, table.contiguous()))
         launch.run()
         return out
 
@@ -167,23 +153,6 @@ def rope_store(
     return guarded(f"rope_store ({layer.format})", kernel, one_after_the_other)
 
 
-def rotation(x: Tensor, positions: Tensor, table: Tensor) -> tuple[Launch, Tensor]:
-    """The launch of rope, and its output."""
-    num_rows, heads, dim = x.shape
-    out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
-    arguments = {
-        "x_ptr": x,
-        "positions_ptr": positions,
-        "table_ptr": table,
-        "out_ptr": out,
-        "row_stride": x.stride(0),
-        "num_heads": heads,
-    }
-    half = dim // 2
-    block = max(16, 1 << (half - 1).bit_length())
-    return Launch(rotate, (num_rows, heads), arguments, {"HALF": half, "BLOCK": block}, 1), out
-
-
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate x [T, H, D] by position (Su et al., 2021). table [P, D]: cosines, then sines.
 
@@ -191,7 +160,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """
 
     def kernel() -> Tensor:
-        launch, out = rotation(heads_packed(x), positions, table.contiguous())
+        launch, out = turning(heads_packed(x), None, (positions, table.contiguous()))
         launch.run()
         return out
 

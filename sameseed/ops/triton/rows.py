@@ -1,4 +1,4 @@
-"""Kernels of single rows: norm, SwiGLU, rotation, and preparation for a product. One program computes one row.
+"""Kernels of single rows: norm, SwiGLU, and preparation for a product. One program computes one row.
 
 A program reads one row and nothing else, and its shape depends only on the row's width. So other rows cannot change its
 bits. Every float operation is explicit: launches forbid the compiler to fuse a product and a sum.
@@ -170,18 +170,3 @@ def prepare(
         _in_chunks(x_ptr, out_ptr, scale_ptr, t, width, num_groups, SOURCE, FORM, GROUP, BLOCK, CHUNK)
     else:
         make_ready(x_ptr, norm_ptr, out_ptr, scale_ptr, t, row, width, eps, num_groups, SOURCE, FORM, GROUP, BLOCK)
-
-
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
-def rotate(x_ptr, positions_ptr, table_ptr, out_ptr, row_stride, num_heads, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate one head of one row: halves x1, x2 become x1 cos - x2 sin, x2 cos + x1 sin."""
-    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cols = tl.arange(0, BLOCK)
-    inside = cols < HALF
-    base = x_ptr + t * row_stride + h * (2 * HALF)
-    angles = table_ptr + tl.load(positions_ptr + t).to(tl.int64) * (2 * HALF)
-    x1, x2 = tl.load(base + cols, mask=inside), tl.load(base + HALF + cols, mask=inside)
-    cos, sin = tl.load(angles + cols, mask=inside), tl.load(angles + HALF + cols, mask=inside)
-    out = out_ptr + (t * num_heads + h) * (2 * HALF)
-    tl.store(out + cols, x1 * cos - x2 * sin, mask=inside)
-    tl.store(out + HALF + cols, x2 * cos + x1 * sin, mask=inside)

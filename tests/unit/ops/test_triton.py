@@ -186,7 +186,7 @@ def test_the_smallest_shapes_compile():
     launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
     launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
     launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
-    launches.append(kv.rotation(torch.empty(1, 1, 2), torch.zeros(1, dtype=torch.int32), torch.empty(1, 2))[0])
+    launches.append(kv.turning(torch.empty(1, 1, 2), None, (torch.zeros(1, dtype=torch.int32), torch.empty(1, 2)))[0])
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
@@ -214,8 +214,8 @@ def paged(name, parts=None):
 def test_attention_and_the_cache_compile(name, capability):
     p, k, slots = paged(name), randn(3, 2, 128), torch.tensor([5, 9, 3], dtype=torch.int32)
     layer, batch = empty_layer(name, 4, 16, 2, 128), make_pass([Part(2, 3)]).batch
-    launches = [kv.storing(k, k, layer, slots), *kv.moving(layer, slots, slots)]
-    launches += kv.rotating(randn(3, 4, 128), k, k, layer, batch, randn(9, 128))[:1]
+    launches = [kv.turning(None, (k, k, layer, slots), None)[0], *kv.moving(layer, slots, slots)]
+    launches += kv.turning(randn(3, 4, 128), (k, k, layer, slots), (batch.positions, randn(9, 128)))[:1]
     if name == "bf16":  # attention takes seconds
         launches += module("attention").launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), "stretch")
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
@@ -226,7 +226,7 @@ def test_small_ops_and_sampling_compile():
     launches = [
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
         dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
-        kv.rotation(torch.empty(3, 2, 64), torch.zeros(3, dtype=torch.int32), torch.empty(9, 64))[0],
+        kv.turning(torch.empty(3, 2, 64), None, (torch.zeros(3, dtype=torch.int32), torch.empty(9, 64)))[0],
     ]
     logits = randn(2, 3000)
     draws = Draws.of([Draw(noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)])
