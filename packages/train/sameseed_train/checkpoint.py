@@ -63,9 +63,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: MuonAdamW) -> dict[
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     try:
         model.load_state_dict(weights)
-    except RuntimeError:
+        optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress.pop("optim_steps"))
+    except (RuntimeError, KeyError):
         raise ConfigError(f"{path} was written for another model shape; delete it or restore the recipe") from None
-    optimizer.load({n.removeprefix("optim."): t for n, t in tensors.items()}, progress.pop("optim_steps"))
     return progress
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, read_json
@@ -200,14 +201,11 @@ def masked_rows(texts: list[TextStates], width: int, recipe: DraftRecipe, seed: 
     """Texts with masks after tokens to train on; `width`: C; `seed`: of the random drop."""
     generator = torch.Generator().manual_seed(seed)
     each = [text_rows(text, width, recipe, generator) for text in texts]
-    size = max(len(ids) for ids, *_ in each)
-    ids, positions = torch.zeros(2, len(texts), size, dtype=torch.long)
-    counts = torch.zeros(len(texts), size, dtype=torch.bool)
-    seen = torch.eye(size, dtype=torch.bool).repeat(len(texts), 1, 1)  # padding sees itself
+    ids, positions, counts = (pad_sequence([rows[i] for rows in each], batch_first=True) for i in (0, 1, 3))
+    seen = torch.eye(ids.shape[1], dtype=torch.bool).repeat(len(texts), 1, 1)  # padding sees itself
     places, before = list[Tensor](), 0
-    for b, (own_ids, own_positions, own_seen, own_counts, last) in enumerate(each):
-        n = len(own_ids)
-        ids[b, :n], positions[b, :n], seen[b, :n, :n], counts[b, :n] = own_ids, own_positions, own_seen, own_counts
+    for b, (_, own_positions, own_seen, own_counts, last) in enumerate(each):
+        seen[b, : len(own_seen), : len(own_seen)] = own_seen
         at = own_positions[own_counts]
         places.append(before + at - (int(at.min()) if len(at) else 0))
         before += len(last)
@@ -226,11 +224,8 @@ def mask_of(asked: int, folder: Path, target: ModelConfig) -> int:
     if asked >= 0:
         return asked
     pad = None if folder.is_file() else read_json(folder / "config.json").get("pad_token_id")
-    if (
-        isinstance(pad, int)
-        and 0 <= pad < target.vocab_size
-        and pad not in (*target.eos_token_ids, target.bos_token_id)
-    ):
+    ends = (*target.eos_token_ids, target.bos_token_id)
+    if isinstance(pad, int) and 0 <= pad < target.vocab_size and pad not in ends:
         return pad
     used = set(load_tokenizer(folder).vocabulary().values())
     free = next((t for t in range(target.vocab_size) if t not in used), None)

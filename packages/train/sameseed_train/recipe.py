@@ -36,6 +36,14 @@ NOT_OF_PAIR = ("name", "seed", "target", "begin", "mixture", "source", "threads"
 
 
 @dataclass(frozen=True)
+class Checked:
+    """Settings whose types and ranges are checked. Raises ConfigError naming the setting."""
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+
+@dataclass(frozen=True)
 class SourceSettings:
     """One source of training text: its file, how often it is read, and its licence."""
 
@@ -71,7 +79,7 @@ class TokenizerSettings:
 
 
 @dataclass(frozen=True)
-class TextSettings:
+class TextSettings(Checked):
     """The texts that the target generates: their number, their length, and the greedy share.
 
     `corpus_share`: share of texts that are given documents rather than written by the target.
@@ -84,12 +92,9 @@ class TextSettings:
     temperature: float = 0.8
     corpus_share: float = within(0.1, 0, 1)
 
-    def __post_init__(self) -> None:
-        fields.check(self)
-
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Checked):
     """Length and schedule of a training: the rate rises over `warmup` steps, stays, then falls to 0 over `decay`."""
 
     steps: int = within(MISSING, 1)
@@ -104,7 +109,7 @@ class TrainSettings:
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
-        fields.check(self)
+        super().__post_init__()
         if self.precision not in PRECISIONS:
             raise ConfigError(f"train.precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
 
@@ -126,16 +131,15 @@ class OwnRecipe:
     kv_format: str = "auto"
     mixture: str = ""
     source: tuple[SourceSettings, ...] = ()
-    batch: int = 32
-    states_gb: float = 20.0
-    threads: int = 0
+    batch: int = within(32, 1)
+    states_gb: float = within(20.0, 0)
+    threads: int = within(0, 0)
     texts: TextSettings = field(default_factory=TextSettings)
     train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ConfigError(f"batch must be at least 1, got {self.batch}")
+        fields.check_ranges(self)
         if self.train.compile:
             raise ConfigError("compile is for [target.train]; a draft's rows have many lengths")
 
@@ -220,7 +224,7 @@ class SizeSettings:
 
 
 @dataclass(frozen=True)
-class LossSettings:
+class LossSettings(Checked):
     """Settings of the loss.
 
     `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
@@ -233,11 +237,8 @@ class LossSettings:
     falloff: float = 0.8
     alone: float = 0.5
     argmax_weight: float = 0.5
-    candidates: int = 2048
+    candidates: int = within(2048, 0)
     learn_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        fields.check(self)
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ class Recipe:
     target: ModelSettings
     draft: DraftRecipe  # its name, seed, target, sources, threads and note are those of the pair
     unlikelihood: UnlikelihoodSettings | None = None
-    threads: int = 0  # 0: torch's default
+    threads: int = within(0, 0)  # 0: torch's default
     valid_file: str = "valid.jsonl.gz"
     note: str = ""  # extra text for the model cards
 
@@ -341,6 +342,7 @@ class Recipe:
 def load_recipe(path: Path) -> Recipe:
     """Read and check a pair's recipe. Raises ConfigError naming the key and the remedy."""
     recipe, where = read_table(Recipe, path), path.name
+    fields.check_ranges(recipe)
     shape, train, draft = recipe.target.shape, recipe.target.train, recipe.draft
     others = [f"draft.{key}" for key in NOT_OF_PAIR if getattr(draft, key) != getattr(DraftRecipe(), key)]
     for wrong, words in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
@@ -108,7 +109,7 @@ def progress_bar(quiet: bool) -> Progress:
 def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
     """Forward, backward, clip, update, and log; returns the new progress and the speed in tokens per second.
 
-    Raises SameseedError if the loss is NaN or infinite.
+    Raises SameseedError if the loss or its gradient is NaN or infinite.
     """
     started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
@@ -119,10 +120,13 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
         with precision(job):
             loss = job.loss(part) * (count / max(1, tokens))
         value += loss.detach().item()
-        if value != value or value == float("inf"):
-            raise SameseedError(f"{job.name}: the loss of step {step} is {value}; lower matrix_lr and lr, then resume")
         loss.backward()  # type: ignore[no-untyped-call]
     norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
+    for what, number in (("loss", value), ("gradient", norm)):  # neither may reach the weights, and so a checkpoint
+        if not math.isfinite(number):
+            raise SameseedError(
+                f"{job.name}: the {what} of step {step} is {number}; lower matrix_lr and lr, then resume"
+            )
     optimizer.step(rate)
     job.model.zero_grad(set_to_none=True)
     seconds = time.monotonic() - started

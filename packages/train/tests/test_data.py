@@ -141,11 +141,3 @@ def test_sums_are_right_and_held_out_ones_are_not_trained_on() -> None:
             assert question.index(a) <= question.rindex(b)
             seen[-1].add((a, sign, b))
     assert seen[0] and seen[1] and not seen[0] & seen[1]
-
-
-@pytest.mark.parametrize("kind", ["sums", "records"])
-def test_endless_kinds_need_a_size(recipe_path: Path, kind: str) -> None:
-    text = recipe_path.read_text().replace("max_mb = 0.002\n", "").replace('kind = "sums"', f'kind = "{kind}"')
-    recipe_path.write_text(text)
-    with pytest.raises(SameseedError, match="max_mb"):
-        load_recipe(recipe_path)

@@ -204,6 +204,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(folder: Path, tmp_path: Path) ->
         ({"parallel": 1}, "parallel"),
         ({"keep": 0.1}, "least_kept"),
         ({"mask_token": MODEL_VOCAB}, "mask_token"),
+        ({"mask_token": 302, "parallel": 0}, "--parallel K"),
         ({"size": DraftSize(num_layers=3)}, "--begin"),
         ({"begin_layers": (1,)}, "begin_layers"),
         ({"begin": "", "size": DraftSize(num_heads=3, num_kv_heads=2)}, "num_kv_heads"),
@@ -280,12 +281,3 @@ def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--out is missing" in capsys.readouterr().err
     assert main([*argv, "--out", str(tmp_path / "new"), "--unroll", "0"]) == 2
     assert "unroll" in capsys.readouterr().err
-
-
-def test_a_mask_token_without_masks_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sources = ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
-    assert main(["train", "draft", "--mask-token", "302", *sources, "--out", str(tmp_path / "out")]) == 2
-    assert "--parallel K" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

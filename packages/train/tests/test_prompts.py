@@ -85,8 +85,6 @@ def test_sources_that_give_nothing_are_refused(data: Path, tokenizer: Tokenizer,
         next(recipe_seeds(SOURCES, tmp_path / "none", tokenizer, TEXTS, 3))
     with pytest.raises(ConfigError, match="share must be above 0"):
         replace(SOURCES[0], share=0.0)
-    with pytest.raises(ConfigError, match="unknown; did you mean"):
-        replace(SOURCES[0], kind="chats")
 
 
 def test_a_head_of_a_recipe_has_a_curve(data: Path, target: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_toy_recipe_end_to_end(
     ]
     assert "talk" not in domains[0] and "talk" in domains[1]
     assert json.loads((out / "results.json").read_text(encoding="utf-8")) == result["results"]
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = list(Log(out / "log.jsonl").rows())
     assert [row["step"] for row in lines if row["stage"] == "target"] == list(range(12))
     card = (out / "target" / "README.md").read_text(encoding="utf-8")
     assert [row["step"] for row in lines if row["stage"] == "unlikelihood"] == list(range(4))
@@ -73,11 +73,8 @@ def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path,
     out = tmp_path / "out"
 
     def steps() -> dict[str, list[int]]:
-        lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-        return {
-            stage: [row["step"] for row in lines if row["stage"] == stage]
-            for stage in ("target", "unlikelihood", "draft")
-        }
+        rows = list(Log(out / "log.jsonl").rows())
+        return {s: [row["step"] for row in rows if row["stage"] == s] for s in ("target", "unlikelihood", "draft")}
 
     first = run(recipe_path, data=data, out=out, quiet=True)
     once = {"target": [*range(12)], "unlikelihood": [*range(4)], "draft": [*range(8)]}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sameseed.errors import SameseedError
-from sameseed_train.checkpoint import read_tensors
+from sameseed_train.checkpoint import read_tensors, save_tensors
 from sameseed_train.model import LlamaForTraining, ModelShape
 from sameseed_train.recipe import TrainSettings
 from sameseed_train.trainer import Log, TrainJob, schedule, train
@@ -56,10 +56,18 @@ def test_a_signal_leaves_a_checkpoint(tmp_path: Path, kind: signal.Signals) -> N
     assert read_tensors(job.checkpoint)[1]["step"] == 5, "the step under way is finished, and kept"
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_what_is_no_number_never_reaches_the_weights(tmp_path: Path, kind: str) -> None:
     job = toy_job(tmp_path)
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        if kind == "loss":
+            return job.loss(rows) * float("nan")
+        return job.loss(rows) + (0 * next(job.model.parameters())).sum().sqrt()  # the gradient of the root is infinite
+
     with pytest.raises(SameseedError, match="lower matrix_lr and lr"):
-        go(replace(job, loss=lambda rows: job.loss(rows) * float("nan")))
+        go(replace(job, loss=loss, settings=replace(job.settings, checkpoint_minutes=0.0)))
+    assert all(weight.isfinite().all() for weight in job.model.parameters()) and not job.checkpoint.exists()
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -68,6 +76,10 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     other = LlamaForTraining(ModelShape(40, 24, 2, 2, 1, 8, 24), seed=0)
     with pytest.raises(SameseedError, match="another model shape"):
         go(replace(job, model=other))
+    tensors, progress = read_tensors(job.checkpoint)
+    save_tensors({n: t for n, t in tensors.items() if n.startswith("model.")}, job.checkpoint, progress)
+    with pytest.raises(SameseedError, match="delete it"):
+        go(job)
     job.checkpoint.write_bytes(job.checkpoint.read_bytes()[:100])
     with pytest.raises(SameseedError, match="delete it and run again"):
         go(job)
