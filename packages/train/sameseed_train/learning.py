@@ -280,7 +280,7 @@ def write_all(
     states = States(target, stored, cache, longest, kept, recipe.states_gb * 1e9)
     with progress_bar(how["quiet"]) as bar:
         task = bar.add_task("texts", total=len(seeds), said="")
-        for done, path in collect(target, seeds, texts, states, batch=recipe.batch, kv_format=cache, seed=recipe.seed):
+        for done, path in collect(states, seeds, texts, recipe.batch, recipe.seed):
             paths.append(path)
             log.write(stage="texts", texts=done)
             bar.update(task, completed=done)
@@ -307,8 +307,7 @@ def measured_at(steps: int, stop_after: int | None) -> list[int]:
 
 def continued(own: Own, seeds: Seq[Seed], folder: Path) -> StoredTexts:
     """The target's continuations of held-out prompts, kept in `folder`."""
-    cache, batch = cache_format(own.recipe.kv_format, own.target.weights.dense), min(own.recipe.batch, len(seeds))
-    found = collect(own.target, seeds, folder / digest_of(seeds), own.states, batch=batch, kv_format=cache, seed=0)
+    found = collect(own.states, seeds, folder / digest_of(seeds), min(own.recipe.batch, len(seeds)), 0)
     return StoredTexts([path for _, path in found])
 
 

@@ -62,7 +62,7 @@ def continued(target: Path, prompts: Seq[tuple[int, ...]], num_new: int, device:
     """Greedy continuations by the exported model, of `num_new` tokens at most."""
     model = load_model(target, ops.resolve("auto", device), target_scheme("auto", target), None, device)
     cache, layers = cache_format("auto", model.weights.dense), captured_layers((), model.config.num_layers)
-    runner = new_runner(model, layers, TOGETHER, max(map(len, prompts)) + num_new, cache)
+    runner = new_runner(model, layers, cache, TOGETHER, max(map(len, prompts)) + num_new)
     return write_texts(runner, [Seed(ids, num_new) for ids in prompts], TOGETHER, 0)
 
 

@@ -13,6 +13,7 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def captured_layers(captures: Seq[int], num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({*captures, num_layers - 1}))
 
 
-def new_runner(target: Decoder, captures: tuple[int, ...], batch: int, longest: int, kv_format: str) -> ModelRunner:
+def new_runner(target: Decoder, captures: tuple[int, ...], kv_format: str, batch: int, longest: int) -> ModelRunner:
     """A runner for `batch` texts of at most `longest` tokens."""
     blocks = batch * -(-longest // BLOCK)
     cache = KVCache(target.config.kv_shapes, blocks, BLOCK, kv_format, str(target.device))
@@ -121,15 +122,13 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
     return best
 
 
-def collect(
-    target: Decoder, seeds: Seq[Seed], folder: Path, states: States, *, batch: int, kv_format: str, seed: int
-) -> Iterator[tuple[int, Path]]:
+def collect(states: States, seeds: Seq[Seed], folder: Path, batch: int, seed: int) -> Iterator[tuple[int, Path]]:
     """Write the texts of all seeds into files of `folder`, after those that are there. Yields (texts done, file).
 
-    A file holds the ids of up to PART texts, one after another. `states` keeps what their states were while they were
-    written. Raises ConfigError for files of other seeds.
+    A file holds the ids of up to PART texts, one after another. The target is that of `states`, which keeps what their
+    states were while they were written. Raises ConfigError for files of other seeds.
     """
-    runner = new_runner(target, states.captures, batch, max(len(s.ids) + s.num_new for s in seeds), kv_format)
+    runner = states.runner(batch, max(len(s.ids) + s.num_new for s in seeds))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts
     done = number = 0
     while done < len(seeds):
@@ -170,7 +169,8 @@ class States:
         self, target: Decoder, captures: Seq[int], kv_format: str, longest: int, folder: Path, most: float
     ) -> None:
         self.captures = tuple(captures)
-        self._runner = new_runner(target, self.captures, READ, longest, kv_format)
+        self.runner = partial(new_runner, target, self.captures, kv_format)
+        self._runner = self.runner(READ, longest)
         self._folder, self._left = folder, most
         if folder.is_dir():
             self._left -= sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
