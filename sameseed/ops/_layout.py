@@ -5,7 +5,9 @@ csrc/pack.h describes the layouts. A block has TILE outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from sameseed.scheme import BLOCKS, KQUANTS, QuantTensor
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
 
+T = TypeVar("T")
 SERVED: dict[tuple[str, str | None], int] = {
     ("int8", "int8"): 3,
     ("int4", "int8"): 4,
@@ -59,6 +62,15 @@ _TYPES = {  # of parts; all others: uint8
     "steps": (torch.int8,),
     "minima": (torch.int8,),
 }
+
+
+def native(call: Callable[..., T], *args: Any, **fields: Any) -> T:
+    """A function or a struct of the native module, with tensors given by their addresses, and None by 0."""
+
+    def plain(x: Any) -> Any:
+        return x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x
+
+    return call(*map(plain, args), **{name: plain(x) for name, x in fields.items()})
 
 
 def columns(w: QuantTensor) -> int:
@@ -135,12 +147,9 @@ def native_weight(
 ) -> _native.Weight:
     """The native description of a weight, with the addresses of its tensors. `stride`: elements between dense rows."""
     scales = w.parts.get("scales")
-
-    def at(name: str) -> int:
-        part = w.parts.get(name)
-        return 0 if part is None else part.data_ptr()
-
-    return _native.Weight(
+    others = {name: w.parts.get(name) for name in ("scales", "low", "steps", "minima", "least")}
+    return native(
+        _native.Weight,
         format=code,
         integer_rows=w.activations == "int8",
         bf16_rows=w.activations == "bf16",
@@ -148,13 +157,9 @@ def native_weight(
         depth=w.shape[1],
         group=w.group,
         stride=stride,
-        codes=codes.data_ptr(),
-        scales=at("scales"),
+        codes=codes,
         scale_format=0 if scales is None else SCALES[scales.dtype],
-        zeros=0 if zeros is None else zeros.data_ptr(),
-        low=at("low"),
-        high=at("high") if "codes" in w.parts else 0,
-        steps=at("steps"),
-        minima=at("minima"),
-        least=at("least"),
+        zeros=zeros,
+        high=w.parts.get("high") if "codes" in w.parts else None,
+        **others,
     )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
-from sameseed.ops._native_rows import CODES, F32, NOW, Executor, check_fit, described, floats, ints, native, vector
+from sameseed.ops._layout import native
+from sameseed.ops._native_rows import CODES, F32, NOW, Executor, check_fit, described, floats, ints, vector
 from sameseed.ops._rows import DeltaWeights, StateLayer
 from sameseed.scheme import KVLayer
 

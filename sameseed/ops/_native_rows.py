@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sameseed.ops._layout import SERVED, describe, native_weight
+from sameseed.ops._layout import SERVED, T, describe, native, native_weight
 from sameseed.ops._rows import ExpertWeights, RowSource, Views, outlier_product, outlier_views, plain_rows
 from sameseed.scheme import QuantTensor, round_rows
 
@@ -53,18 +53,6 @@ def floats(x: Tensor) -> Tensor:
 def ints(x: Tensor) -> Tensor:
     """`x` as contiguous int32."""
     return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
-
-
-T = TypeVar("T")
-
-
-def native(call: Callable[..., T], *args: Any, **fields: Any) -> T:
-    """A function or a struct of the native module, with tensors given by their addresses, and None by 0."""
-
-    def plain(x: Any) -> Any:
-        return x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x
-
-    return call(*map(plain, args), **{name: plain(x) for name, x in fields.items()})
 
 
 def check_fit(what: str, got: object, wanted: object) -> None:
@@ -167,19 +155,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_fit("norm weight", weight.shape[0], x.shape[1])
     out = torch.empty(x.shape, dtype=F32)
     native(_native.rms_norm, x, x.stride(0), weight, eps, out, *x.shape)
-    return out
-
-
-def recorded_norm(
-    x: Tensor, weight: Tensor, eps: float, on: Executor, residual: Tensor | None = None, factor: float = 1.0
-) -> Tensor:
-    """Record rms_norm of rows x [T, C], or `Ops.norm_add`, as a step of a plan; returns [T, C]."""
-    rows, width = x.shape
-    check_fit("norm weight", weight.shape[0], width)
-    out = on.empty(rows, width)
-    added = {"residual": residual, "residual_stride": 0 if residual is None else residual.stride(0), "factor": factor}
-    where = {"x": x, "stride": x.stride(0), "width": width, "weight": weight, "out": out}
-    on.calls.norm(native(_native.Norm, eps=eps, **where, **added))
     return out
 
 

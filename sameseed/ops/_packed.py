@@ -24,6 +24,7 @@ from sameseed.ops._layout import (
     columns,
     describe,
     fits,
+    native,
     shapes,
 )
 from sameseed.ops._rows import TILE
@@ -53,16 +54,16 @@ def by_block(x: Tensor) -> Tensor:
 def _codes(codes: Tensor, w: QuantTensor, shape: tuple[int, ...], zeros: Tensor | None = None) -> Tensor:
     """Pack contiguous codes [O, K] in one byte each (nibbles: their lower halves) in steps of columns."""
     packed = roomy(shape, torch.uint8)
-    args = {"plain": codes.data_ptr(), "packed": packed.data_ptr(), "zeros": 0 if zeros is None else zeros.data_ptr()}
-    args |= {"outputs": w.shape[0], "depth": w.shape[1], "stride": w.shape[1], "groups": w.shape[1] // w.group}
-    _native.pack_codes(_native.PackArgs(**args, nibbles=columns(w) == 8))
+    sizes = {"outputs": w.shape[0], "depth": w.shape[1], "stride": w.shape[1], "groups": w.shape[1] // w.group}
+    args = {"plain": codes, "packed": packed, "zeros": zeros, "nibbles": columns(w) == 8}
+    _native.pack_codes(native(_native.PackArgs, **args, **sizes))
     return packed
 
 
 def _high(codes: Tensor, w: QuantTensor, shape: tuple[int, ...], bits: int) -> Tensor:
     """Pack what contiguous codes uint8 [O, K] of `bits` bits have above their lowest four."""
     packed = roomy(shape, torch.uint8)
-    _native.pack_high(codes.data_ptr(), packed.data_ptr(), *w.shape, bits)
+    native(_native.pack_high, codes, packed, *w.shape, bits)
     return packed
 
 
@@ -89,8 +90,7 @@ def pack(w: QuantTensor) -> QuantTensor:
     if columns(w) == 2:
         codes = codes if codes.stride(1) == 1 and codes.stride(0) > 0 else codes.contiguous()
         parts = {name: roomy(wanted[name], codes.dtype)}
-        size = codes.element_size()
-        _native.pack_pairs(codes.data_ptr(), parts[name].data_ptr(), *w.shape, codes.stride(0), size)
+        native(_native.pack_pairs, codes, parts[name], *w.shape, codes.stride(0), codes.element_size())
         if w.format == "fp8_e4m3":  # the kernel does not recognize NaN, so outputs that have one are marked
             nans = (codes.view(torch.int8).bitwise_and(127) == 127).any(1)
             rest |= {"nans": nans.to(torch.uint8)[:, None].expand_as(rest["scales"])} if nans.any() else {}
@@ -122,18 +122,18 @@ def unpack(w: QuantTensor) -> QuantTensor:
     if (w.format, w.activations) == NESTED:  # a view has only upper halves; its lower halves count as 0
         both = torch.full(w.shape, 8, dtype=torch.uint8)
         if "low" in w.parts:
-            _native.unpack_codes(w.parts["low"].data_ptr(), both.data_ptr(), *w.shape, True)
-        _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, True)
+            native(_native.unpack_codes, w.parts["low"], both, *w.shape, True)
+        native(_native.unpack_codes, packed, codes, *w.shape, True)
         key, codes = "codes" if "low" in w.parts else "high", ((codes << 4 | both) - 136).view(torch.int8)
     elif step == 2:
-        _native.unpack_pairs(packed.data_ptr(), codes.data_ptr(), *w.shape, codes.element_size())
+        native(_native.unpack_pairs, packed, codes, *w.shape, codes.element_size())
     elif bits == 2:
-        _native.unpack_high(packed.data_ptr(), codes.data_ptr(), *w.shape, 6)
+        native(_native.unpack_high, packed, codes, *w.shape, 6)
         codes >>= 4
     else:
-        _native.unpack_codes(packed.data_ptr(), codes.data_ptr(), *w.shape, step == 8)
+        native(_native.unpack_codes, packed, codes, *w.shape, step == 8)
     if bits > 4:
-        _native.unpack_high(w.parts["high"].data_ptr(), codes.data_ptr(), *w.shape, bits)
+        native(_native.unpack_high, w.parts["high"], codes, *w.shape, bits)
     parts = {key: codes}
     for name in w.parts.keys() - {key, "high", "low", "nans"}:
         part = w.parts[name]
@@ -160,25 +160,13 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
         wanted["zeros"] = wanted["scales"]
     scales = torch.float32 if wide else torch.bfloat16
     parts = {n: roomy(shape, scales if n == "scales" else torch.uint8) for n, shape in wanted.items()}
-    at = {n: part.data_ptr() for n, part in parts.items()}
-    _native.encode_packed(
-        _native.EncodeArgs(
-            weight=weight.data_ptr(),
-            source=SCALES[weight.dtype],
-            stride=weight.stride(0),
-            outputs=outputs,
-            depth=depth,
-            group=group or depth,
-            nibbles=columns(q) == 8,
-            asymmetric=not quant.symmetric,
-            wide_scales=wide,
-            packed=at["high" if "high" in at else "codes"],
-            scales=at["scales"],
-            zeros=at.get("zeros", 0),
-            low=at.get("low", 0),
-        )
-    )
-    return replace(q, parts=parts)
+    q = replace(q, parts=parts)
+    written = {"packed": codes_of(q)[1], **{n: parts.get(n) for n in ("scales", "zeros", "low")}}
+    given = {"weight": weight, "source": SCALES[weight.dtype], "stride": weight.stride(0)}
+    shape = {"outputs": outputs, "depth": depth, "group": group or depth, "nibbles": columns(q) == 8}
+    kinds = {"asymmetric": not quant.symmetric, "wide_scales": wide}
+    _native.encode_packed(native(_native.EncodeArgs, **written, **given, **shape, **kinds))
+    return q
 
 
 def read(
@@ -200,12 +188,10 @@ def read(
     parts = {n: take(shape, types.get(n, torch.uint8), torch.device("cpu")) for n, shape in wanted.items()}
     first = 0
     for p in pieces:
-        at = {n: t[first // TILE :].data_ptr() for n, t in parts.items()}
-        order = 0 if p.order is None else p.order.data_ptr()
-        rows = dict.fromkeys(("high", "steps", "minima", "least"), 0) | at
-        where = {"file": p.file, "begin": p.begin, "kind": _KINDS.index(kind), "order": order}
+        rows = dict.fromkeys(("high", "steps", "minima", "least")) | {n: t[first // TILE :] for n, t in parts.items()}
+        where = {"file": p.file, "begin": p.begin, "kind": _KINDS.index(kind), "order": p.order}
         try:
-            _native.read_block_rows(_native.BlockRows(**where, outputs=p.shape[0], depth=depth, **rows))
+            _native.read_block_rows(native(_native.BlockRows, **where, outputs=p.shape[0], depth=depth, **rows))
         except RuntimeError as error:
             raise ModelLoadError(f"tensor {p.name} {error}") from None
         first += p.shape[0]

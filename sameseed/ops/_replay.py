@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops import _native_cache as cache_ops, _native_rows as row_ops, by_part
+from sameseed.ops._layout import native
 from sameseed.ops._rows import ExpertWeights, RowSource, Then, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
@@ -95,13 +96,18 @@ class Recorder:
 
         return record
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: float = 1.0) -> Tensor:
         if not weight.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
-        return row_ops.recorded_norm(x, weight, eps, self._on)
+        row_ops.check_fit("norm weight", weight.shape[0], x.shape[1])
+        out = self._on.empty(*x.shape)
+        where = {"x": x, "stride": x.stride(0), "width": x.shape[1], "weight": weight, "eps": eps, "out": out}
+        added = {"residual": residual, "residual_stride": 0 if residual is None else residual.stride(0)}
+        self._on.calls.norm(native(_native.Norm, **where, **added, factor=factor))
+        return out
 
-    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, factor: float = 1.0) -> Tensor:
-        return row_ops.recorded_norm(x, weight, eps, self._on, residual, factor)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.norm_add(x, weight, eps, None)
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         self._on.calls.cap(_native.Cap(cap=cap, width=logits.shape[1]))
@@ -180,7 +186,7 @@ class Recorder:
         for x in parts:
             width = x.shape[1]
             where = {"x": x, "stride": x.stride(0), "width": width, "column": column, "total": total, "out": out}
-            self._on.calls.columns(row_ops.native(_native.Columns, **where))
+            self._on.calls.columns(native(_native.Columns, **where))
             column += width
 
 
@@ -222,7 +228,7 @@ class Recorded:
         for buffer, x in zip(self._inputs, inputs, strict=True):
             buffer[:rows] = x.numpy()
         names = ("token_ids", "positions", "slots", "row_offsets", "kv_lens", "block_tables", "tree_mask", "logit_rows")
-        this_pass = row_ops.native(
+        this_pass = native(
             _native.Pass,
             rows=rows,
             num_seqs=batch.num_pending.shape[0],
@@ -298,7 +304,7 @@ class PlanReplay:
                 return None
             results = [self._results.take(num_rows, n) for n in (recorded.logit_width, *widths)]
             inputs = (None, None, None) if features is None else (features, recorded.input, results[1])
-            passes = row_ops.native(
+            passes = native(
                 _native.TreePasses,
                 vocab=recorded.logit_width,
                 width=sum(widths),

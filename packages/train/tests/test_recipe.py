@@ -38,7 +38,7 @@ def test_the_projects_own_recipes_are_valid(name: str) -> None:
         ("seed = 3", "seed = = 3", "no valid TOML"),
         ("warmup = 3", "warmup = 3\ndecay = 1.5", "decay must lie in 0..1"),
         ("threads = 1", "threads = -1", "threads must be at least 0"),
-        ("[draft]", "[draft]\nbatch = 0", "batch must be at least 1"),
+        ("batch = 8", "batch = 0", "batch must be at least 1"),
         ("[draft]", "[draft]\nbegin_layers = [2]", "layers of the target, 0 to 1"),
         ("[draft]", "[draft]\nbegin_layers = [1]", "leave out .draft.size"),
         ("[draft]", "[draft]\nparallel = 4", "draft.parallel: only for `sameseed train draft`"),
