@@ -48,11 +48,6 @@ class _Fused(torch.autograd.Function):
         return grad_hidden * grad, None if grad_weight is None else grad_weight * grad, None, None
 
 
-def fused(hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float = 1.0) -> Tensor:
-    """`_Fused` with type annotations."""
-    return _Fused.apply(hidden, weight, part, count)  # type: ignore[no-any-return,no-untyped-call]
-
-
 def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log softmax(hidden @ weight.T)[target] over targets `[R]` >= 0; hidden `[R, C]`, weight `[V, C]`."""
     count = (targets >= 0).sum().clamp(min=1).float()
@@ -65,7 +60,7 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
         grad = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0))
         return loss, grad.mul_((known / count)[:, None])
 
-    return fused(hidden, weight, part, count)
+    return _Fused.apply(hidden, weight, part, count)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:
@@ -99,4 +94,4 @@ def fused_soft_cross_entropy(
         loss = ((mass * (z.log() + top[:, 0]) - found) * share).sum()
         return loss, grad.mul_((mass / z)[:, None]).sub_(wanted).mul_(share[:, None])
 
-    return fused(hidden, weight, part)
+    return _Fused.apply(hidden, weight, part, 1.0)  # type: ignore[no-any-return,no-untyped-call]
