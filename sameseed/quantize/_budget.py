@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -74,15 +75,9 @@ def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candi
 
     `shapes`: of every linear layer by its name; `plan`: the scheme whose rules take precedence over the candidates.
     """
-    units: dict[str, list[str]] = {}
-    for module in shapes:
-        prefix, _, name = module.partition(".layers.")
-        index, _, own = name.partition(".")
-        stage = next(stage for stage, names in STAGES.items() if own in names)
-        units.setdefault(f"{prefix}.layers.{index}.{stage}", []).append(module)
-    least = 0.0
-    for modules in units.values():
-        sizes = []
+    least, layers = 0.0, dict.fromkeys(".".join(name.split(".")[:3]) for name in shapes)  # model.layers.0, ...
+    for prefix, names in product(layers, STAGES.values()):
+        modules, sizes = [f"{prefix}.{name}" for name in names], []
         for scheme in offered(modules, plan, candidates):
             for m in modules:
                 check_stored(m, shapes[m], scheme)
