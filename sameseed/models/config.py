@@ -415,9 +415,10 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
-        theta = positive_number(scaling, "rope_theta", 10000.0, where)
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind not in ("default", "linear", "llama3", "yarn", "longrope", "su"):  # the last two are one
         raise ModelLoadError(
@@ -429,16 +430,15 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
     rotary_dim = int(head_dim * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
     if rotates is not None and (rotary_dim < 2 or rotary_dim % 2):
         raise ModelLoadError(f"{where}: partial_rotary_factor {share!r} of {head_dim} dimensions is no even number")
-    theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     low, high = (positive_number(scaling, f"{n}_freq_factor", d, where) for n, d in (("low", 1.0), ("high", 4.0)))
     if low >= high:
         raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
-    factor = positive_number(scaling, "factor", 1.0, where)
-    # Of yarn: the growth for `mscale`, relative to that for `mscale_all_dim` where both are given.
-    growth = [0.1 * positive_number(scaling, n, 1.0, where) * math.log(max(factor, 1.0)) + 1.0 for n in MSCALES]
-    magnitude = growth[0] / (growth[1] if all(n in scaling for n in MSCALES) else 1.0) if kind == "yarn" else 1.0
-    if kind == "yarn" and "mscale" in scaling and "mscale_all_dim" not in scaling:
-        raise ModelLoadError(f"{where}: mscale of yarn without mscale_all_dim is not supported")
+    original = positive_number(scaling, "original_max_position_embeddings", max_len, where)
+    factor = positive_number(scaling, "factor", max(max_len / original, 1.0) if kind == "yarn" else 1.0, where)
+    # Of yarn: the growth for `mscale`, relative to that for `mscale_all_dim`; as in transformers, one alone is ignored.
+    both = scaling if all(n in scaling for n in MSCALES) else {}
+    growth = [0.1 * positive_number(both, n, 1.0, where) * math.log(max(factor, 1.0)) + 1.0 for n in MSCALES]
+    magnitude = growth[0] / (growth[1] if both else 1.0) if kind == "yarn" else 1.0
     rope = RopeConfig(
         theta=theta,
         kind=kind,
@@ -449,7 +449,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
         magnitude=positive_number(scaling, "attention_factor", magnitude, where),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_len=int(positive_number(scaling, "original_max_position_embeddings", max_len, where)),
+        original_max_len=int(original),
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
     )
     return _longrope(rope, {**raw, **scaling}, max_len, where, head_dim) if kind in ("longrope", "su") else rope

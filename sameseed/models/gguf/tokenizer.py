@@ -53,6 +53,8 @@ PRE: dict[str, tuple[str, ...]] = {
 NO_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"})
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 SPACE = "\u2581"
+KEEPS_SPACES = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens take the spaces after them along
+# Keys of tokens with a role, and the names that chat templates use.
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "separator": "sep", "mask": "mask"}
 MOST_SPLITS = 10_000_000  # ways to split all tokens in two that are tried: above any real vocabulary
 
@@ -74,11 +76,12 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     # Names must be unique: of tokens with equal spelling (mostly padding) only the first can occur in a text.
     first: dict[str, int] = {}
     names = [t if first.setdefault(t, i) == i else f"<duplicate of a token, {i}>" for i, t in enumerate(tokens)]
+    strips = {*names} - KEEPS_SPACES if (model, meta.get("general.architecture")) == ("llama", "phi3") else set[str]()
     try:
         backend = _byte_level(file, names) if model == "gpt2" else _sentencepiece(file, names, kinds)
         backend.add_tokens(
             [
-                AddedToken(names[i], special=bool(kinds[i] == CONTROL), normalized=False)
+                AddedToken(names[i], special=bool(kinds[i] == CONTROL), normalized=False, rstrip=names[i] in strips)
                 for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER)).tolist()
                 if names[i]
             ]
@@ -87,11 +90,8 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         raise
     except BaseException as error:  # the library raises plain Exception, and a panic is not even an Exception
         raise ModelLoadError(f"{file.path}: its tokenizer cannot be rebuilt ({error})") from None
-    special = {}  # by the names that chat templates use
-    for key, name in SPECIAL.items():
-        token = meta.get(f"tokenizer.ggml.{key}_token_id")
-        if type(token) is int and 0 <= token < len(names):
-            special[f"{name}_token"] = names[token]
+    named = {f"{name}_token": meta.get(f"tokenizer.ggml.{key}_token_id") for key, name in SPECIAL.items()}
+    special = {name: names[i] for name, i in named.items() if type(i) is int and 0 <= i < len(names)}
     _add_ends(file, backend, names, model)
     key = "tokenizer.chat_template"
     found = {name.removeprefix(f"{key}."): text for name, text in meta.items() if name.startswith(f"{key}.")}

@@ -50,6 +50,9 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
     assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
 
 
+TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "windows"),
     [
@@ -60,15 +63,7 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
         ("Qwen2ForCausalLM", {"use_sliding_window": True}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
-        (
-            "Qwen3ForCausalLM",
-            {
-                "sliding_window": 8,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
-            (8, None, 8),
-        ),
+        ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": TURNS}, (8, None, 8)),
     ],
 )
 def test_windows(architecture, settings, windows):
@@ -104,43 +99,31 @@ REFUSED = [
     ),
     *(
         ({"rope_parameters": {**LLAMA3_ROPE, name: value}}, name)
-        for name, value in (
-            ("factor", 0),
-            ("low_freq_factor", -1),
-            ("high_freq_factor", math.nan),
-            ("high_freq_factor", 1.0),  # equal to low_freq_factor: the band between them would divide by zero
-            ("original_max_position_embeddings", 0),
-            ("rope_theta", -1.0),
+        for name, values in (  # the two factors may not be equal: the band between them would divide by zero
+            *(("factor", [0]), ("low_freq_factor", [-1]), ("high_freq_factor", [math.nan, 1.0])),
+            *(("original_max_position_embeddings", [0]), ("rope_theta", [-1.0])),
         )
+        for value in values
     ),
     *(
         ({**VARIANTS["gemma4"].raw, name: value}, name)
-        for name, value in (
-            ("use_bidirectional_attention", "all"),
-            ("num_kv_shared_layers", 3),  # no layer is left that writes a cache
-            ("hidden_size_per_layer_input", -1),
-            ("final_logit_softcapping", "30"),
+        for name, value in (  # with 3 shared layers, none is left that writes a cache
+            *(("use_bidirectional_attention", "all"), ("num_kv_shared_layers", 3)),
+            *(("hidden_size_per_layer_input", -1), ("final_logit_softcapping", "30")),
         )
     ),
     *(
         ({**PHI4, name: value, "rope_parameters": {**PHI4["rope_parameters"], name: value}}, name)
-        for name, value in (
-            ("short_factor", [1.0] * 5),
-            ("long_factor", None),
-            ("long_factor", [1.0] * 5 + [0]),
-            ("original_max_position_embeddings", 1),
-            ("partial_rotary_factor", 0.45),  # 7 of 16 dimensions
-            ("attention_factor", -1),
+        for name, value in (  # 0.45: 7 of 16 dimensions
+            *(("short_factor", [1.0] * 5), ("long_factor", None), ("long_factor", [1.0] * 5 + [0])),
+            *(("original_max_position_embeddings", 1), ("partial_rotary_factor", 0.45), ("attention_factor", -1)),
         )
     ),
     *(
         ({**VARIANTS["lfm2"].raw, name: value}, name)
         for name, value in (
-            ("conv_bias", True),
-            ("conv_L_cache", 9),
-            ("layer_types", ["conv"] * 3),
+            *(("conv_bias", True), ("conv_L_cache", 9), ("block_ff_dim", 0), ("layer_types", ["conv"] * 3)),
             ("layer_types", ["conv", "full_attention", "sliding_attention", "conv"]),
-            ("block_ff_dim", 0),
         )
     ),
     ({**VARIANTS["lfm2"].raw, "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM"),
@@ -174,6 +157,14 @@ def test_files_that_are_no_config(text, word, tmp_path):
     with pytest.raises(ModelLoadError, match=word) as caught:
         read_config(tmp_path)
     assert str(path) in str(caught.value)
+
+
+def test_null_is_as_no_entry_and_yarn_then_stretches_to_the_whole_context():
+    nulls = dict.fromkeys(("factor", "beta_fast", "attention_factor", "rope_theta", "mscale"))
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    found = parse_config(changed(rope_parameters=rope | nulls)).rope
+    assert (found.factor, found.beta_fast, found.theta) == (4.0, 32.0, 10000.0)
+    assert found == parse_config(changed(rope_parameters=rope | {"mscale": 2.0})).rope  # one alone counts for nothing
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3.1", "llama3.2", "llama-linear"])

@@ -15,9 +15,9 @@ from sameseed.models.loader import load_tokenizer, named_tokens, read_config
 RAW = {**VARIANTS["llama2"].raw, "num_hidden_layers": 1}
 
 
-def write(folder, tokenizer, vocab_size=RAW["vocab_size"]):
+def write(folder, tokenizer, vocab_size=RAW["vocab_size"], arch="llama"):
     raw = {**RAW, "vocab_size": vocab_size}
-    return write_gguf(folder / "model.gguf", raw, random_tensors(parse_config(raw)), tokenizer=tokenizer)
+    return write_gguf(folder / "model.gguf", raw, random_tensors(parse_config(raw)), arch=arch, tokenizer=tokenizer)
 
 
 ORIGINALS = {
@@ -158,6 +158,13 @@ def test_sentencepiece_knows_its_special_tokens(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path, spm))
     assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.token(tokenizer.encode("ab[INST]ab")[2]) == "[INST]"
+
+
+def test_special_tokens_of_phi3_take_the_spaces_after_them_along(tmp_path):
+    """As in its Hugging Face folder, although no key of the file says so."""
+    tokenizer = load_tokenizer(write(tmp_path, spm, arch="phi3"))
+    assert tokenizer.encode("[INST] \n ab</s>\nab") == tokenizer.encode("[INST]ab</s>ab")
+    assert tokenizer.encode("ab<s> ab") != tokenizer.encode("ab<s>ab")
 
 
 def test_an_unknown_way_of_cutting_is_named(tmp_path):
