@@ -78,8 +78,8 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of LLM (including `model` and `draft`) from those of other libraries. Raises ConfigError."""
-    made = translate({k: v for k, v in given.items() if k != "speculative_config"}, SETTINGS)
-    config = given.get("speculative_config")
+    own = {k: str(v) if hasattr(v, "__fspath__") else v for k, v in given.items() if k != "speculative_config"}
+    made, config = translate(own, SETTINGS), given.get("speculative_config")
     for name, value in ({} if config is None else _speculation(config)).items():
         if made.get(name) is not None:
             raise ConfigError(f"speculative_config says {name} too; give one of them")

@@ -28,7 +28,7 @@ def _in_any_words(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def translated(self: T, *args: Any, **given: Any) -> None:
-        given = habits.sampling(given)
+        given = habits.sampling({k: getattr(v, "tolist", lambda v=v: v)() for k, v in given.items()})  # also of NumPy
         fields.check_keys(given, known, error=RequestError)
         init(self, *args, **given)
 

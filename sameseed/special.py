@@ -152,7 +152,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (UnicodeDecodeError, OSError) as error:
         raise ModelLoadError(f"{path} is no UTF-8 text ({error}); download it again") from None
 

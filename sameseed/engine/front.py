@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sameseed import habits
@@ -41,12 +43,11 @@ def make_requests(
     request.
     """
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    made: list[Request] = []
-    for prompt in map(tuple, prompts):
-        for i in range(params.n):
-            grammar = None if make_grammar is None else make_grammar()
-            made.append(Request(request_id, prompt, params, derive_seed(seed, i), len(made), grammar=grammar, **shared))
-    return made
+    seeds = [derive_seed(seed, i) for i in range(params.n)]
+    return [
+        Request(request_id, prompt, params, own, index, grammar=make_grammar and make_grammar(), **shared)
+        for index, (prompt, own) in enumerate(itertools.product(map(tuple, prompts), seeds))
+    ]
 
 
 class Front(habits.Hinted):
@@ -56,8 +57,8 @@ class Front(habits.Hinted):
 
     def __init__(
         self,
-        model: str | None = None,
-        draft: DraftChoice = None,
+        model: str | os.PathLike[str] | None = None,
+        draft: DraftChoice | os.PathLike[str] = None,
         *,
         progress: Progress | None = None,
         target: ModelRunner | None = None,
@@ -133,15 +134,14 @@ def _plain(prompt: Any) -> str | list[int]:
                 f"{', '.join(map(str, prompt))}; messages are for chat"
             )
         prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
+    prompt = getattr(prompt, "tolist", lambda: prompt)()
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, str | Seq) and not prompt:
         raise RequestError("the prompt is empty; give at least one token of text")
-    if not isinstance(prompt, Seq) or isinstance(prompt, bytes) or not all(isinstance(t, int) for t in prompt):
+    if not isinstance(prompt, Seq) or isinstance(prompt, bytes) or not all(isinstance(t, Integral) for t in prompt):
         raise RequestError(f"a prompt is text or a list of token ids, got {str(prompt)[:60]}")
-    return list(prompt)
+    return list(map(int, prompt))
 
 
 def as_list(prompts: Any) -> list[Prompt]:
@@ -150,4 +150,4 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
         return [items]
     items = list(items)
-    return [items] if items and isinstance(items[0], int) else items
+    return [items] if items and isinstance(items[0], Integral) else items

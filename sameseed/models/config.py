@@ -190,7 +190,7 @@ class View(NamedTuple):
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ModelLoadError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelLoadError(
             f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json"
@@ -411,13 +411,14 @@ def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotates: float | None) -> RopeConfig:
-    # Older files: rope_theta beside rope_scaling {"type" | "rope_type"}; newer ones: rope_parameters holds both.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelLoadError(f"{where}: rope settings must be an object, got {scaling!r}")
-    scaling = {name: value for name, value in scaling.items() if value is not None}
+    # Newer files: all in rope_parameters, and what a user added in rope_scaling; older ones: there, beside rope_theta.
+    scaling: dict[str, Any] = {}
+    for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise ModelLoadError(f"{where}: rope settings must be one object for all layers, got {rope!r:.80}")
+        scaling |= {k: v for k, v in {"rope_type": rope.get("type"), **rope}.items() if v is not None}
     theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = scaling.get("rope_type", "default")
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind not in ("default", "linear", "llama3", "yarn", "longrope", "su"):  # the last two are one
@@ -439,7 +440,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
     both = scaling if all(n in scaling for n in MSCALES) else {}
     growth = [0.1 * positive_number(both, n, 1.0, where) * math.log(max(factor, 1.0)) + 1.0 for n in MSCALES]
     magnitude = growth[0] / (growth[1] if both else 1.0) if kind == "yarn" else 1.0
-    rope = RopeConfig(
+    made = RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
@@ -452,7 +453,7 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
         original_max_len=int(original),
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
     )
-    return _longrope(rope, {**raw, **scaling}, max_len, where, head_dim) if kind in ("longrope", "su") else rope
+    return _longrope(made, {**raw, **scaling}, max_len, where, head_dim) if kind in ("longrope", "su") else made
 
 
 def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: str, head_dim: int) -> RopeConfig:
@@ -468,12 +469,7 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
     magnitude = math.sqrt(1 + math.log(growth) / math.log(original))
     magnitude = positive_number(given, "attention_factor", magnitude, where)
     return replace(
-        rope,
-        kind="factors",
-        factors=lists[0],
-        long_factors=lists[1],
-        original_max_len=original,
-        magnitude=magnitude,
+        rope, kind="factors", factors=lists[0], long_factors=lists[1], original_max_len=original, magnitude=magnitude
     )
 
 

@@ -175,7 +175,7 @@ class Gemma(Decoder):
                 wide["num_key_value_heads"] = raw.get("num_global_key_value_heads", raw.get("num_key_value_heads"))
         read = partial(base_config, where=where, qk_norm=True, act=GELU)
         full, local = _ropes(raw, fourth, wide["head_dim"])
-        base, small = read({**wide, "rope_parameters": full}), read({**raw, "rope_parameters": local})
+        base, small = (read({**c, "rope_parameters": r, "rope_scaling": None}) for c, r in ((wide, full), (raw, local)))
         shift = 0.0 if fourth or raw.get("norms_stored_whole") else 1.0
         whole = partial(whole_number, raw, where)
         shared, softcap = whole("num_kv_shared_layers", 0, least=0), raw.get("final_logit_softcapping", 0.0)

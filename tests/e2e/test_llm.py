@@ -1,14 +1,16 @@
 """LLM from a folder: generate, stream, chat, and what it refuses."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
-from lawkit import SAMPLED, assert_nothing_left, write_model
+from lawkit import SAMPLED, assert_nothing_left, write_model, write_tokenizer
 
 from sameseed import LLM, SamplingParams, SpecConfig
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine.settings import make_config
-from sameseed.errors import ConfigError, RegistryError, RequestError, VocabularyError
+from sameseed.errors import ConfigError, ModelLoadError, RegistryError, RequestError, VocabularyError
 from sameseed.request import FinishReason
 
 PROMPTS = ["def add(a, b):", "the sum of all", "für 你好 🙂", "x"]
@@ -45,7 +47,7 @@ def test_the_same_text_with_every_drafter(folders, plain, drafted):
 def test_prompts_are_text_or_tokens_one_or_many(plain):
     (text,) = plain.generate("the sum", ASKED)
     ids = plain.tokenizer.encode("the sum")
-    for prompts in (ids, [ids], tuple(ids), ["the sum"]):
+    for prompts in (ids, [ids], tuple(ids), ["the sum"], list(np.array(ids)), [list(np.array(ids))]):
         (done,) = plain.generate(prompts, ASKED)
         assert done.token_ids == text.token_ids
         assert done.prompt_token_ids == tuple(ids)
@@ -55,9 +57,8 @@ def test_prompts_are_text_or_tokens_one_or_many(plain):
 def test_parameters_for_each_prompt(plain):
     each = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True, n=n) for n in (1, 2, 3)]
     done = plain.generate(PROMPTS[:3], each)
-    assert [(c.prompt, c.index, len(c.token_ids)) for c in done] == [
-        (PROMPTS[n - 1], i, n) for n in (1, 2, 3) for i in range(n)
-    ]
+    wanted = [(PROMPTS[n - 1], i, n) for n in (1, 2, 3) for i in range(n)]
+    assert [(c.prompt, c.index, len(c.token_ids)) for c in done] == wanted
     with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
         plain.generate(PROMPTS[:3], each[:2])
 
@@ -149,8 +150,6 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
         LLM(folders[0], draft=str(other))
     smaller = tmp_path / "smaller"
     write_model(smaller)
-    from lawkit import write_tokenizer
-
     write_tokenizer(smaller, size=280)
     with pytest.raises(VocabularyError, match="lacks the target's token 280"):
         LLM(folders[0], draft=str(smaller))
@@ -167,6 +166,8 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
         ({"max_model_len": 100_000}, ConfigError, "above the model's own 256"),
         ({"num_blocks": 3}, ConfigError, "cannot hold one request of 256 tokens: raise it to 16"),
         ({"backend": "referenc"}, RegistryError, "did you mean 'reference'"),
+        ({"draft": Path("ngramm")}, ModelLoadError, "no model at 'ngramm'"),
+        ({"model": Path("/nowhere/at/all")}, ModelLoadError, "no model at '/nowhere"),
         ({"blocksize": 4}, ConfigError, "did you mean 'block_size'"),
         ({"max_num_rows": 4}, ConfigError, "is below max_num_seqs"),
     ],
@@ -174,7 +175,7 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
 )
 def test_bad_settings(folders, settings, error, message):
     with pytest.raises(error, match=message):
-        LLM(folders[0], **settings)
+        LLM(**{"model": folders[0]} | settings)
 
 
 def test_make_config():
@@ -187,9 +188,8 @@ def test_make_config():
     assert make_config(SpecConfig("ngram")).spec == SpecConfig("ngram"), "what is given whole stays"
     turns = make_config("suffix + org/small", draft_format="int8").spec
     assert [b.format for b in turns.below] == ["auto", "int8"]
-    assert make_config("org/small", confidence=0.3, draft_format="int8").spec == SpecConfig(
-        "draft_model", "org/small", "int8", confidence=0.3
-    )
+    made = make_config("org/small", confidence=0.3, draft_format="int8").spec
+    assert made == SpecConfig("draft_model", "org/small", "int8", confidence=0.3)
     config = make_config(None, block_size=32, num_blocks=9, kv_format="int8", max_num_rows=64, threads=2)
     assert config == EngineConfig(max_num_rows=64, threads=2, cache=CacheConfig(32, 9, "int8"))
     assert make_config(prefix_cache=False).cache == CacheConfig(prefix_cache=False)

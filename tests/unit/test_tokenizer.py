@@ -366,7 +366,7 @@ def test_templates_of_a_folder(tmp_path):
     assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "one"
     save(tmp_path, byte_level())
     assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "older"
-    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].role }}", encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].role }}", encoding="utf-8-sig")
     assert Tokenizer.from_folder(tmp_path).render_chat(HELLO) == "file user"
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
