@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, make_engine, random_prompts, run, texts
+from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, finished, make_engine, random_prompts, run, texts
 
 from sameseed.errors import RequestError
 from sameseed.request import FinishReason, Request, SamplingParams, Speculation
@@ -153,11 +153,9 @@ def test_a_wish_for_longer_drafts_than_the_engine_makes_by_goodput(pair, k):
     asked = SamplingParams(max_tokens=30, seed=2, ignore_eos=True)
     plain = texts(run(make_engine(pair), [PROMPT], asked))
     engine = make_engine(pair, "draft_model", k=k, policy="goodput")
-    done = []
     for i, wish in enumerate((Speculation("fixed", 16), None)):
         engine.add(Request(f"r{i}", tuple(PROMPT), asked, 2, speculation=wish))
-    while engine.has_work:
-        done += [d.completion for d in engine.step() if d.completion is not None]
+    done = finished(engine).values()
     assert texts(done) == plain * 2
     longest = max(c.metrics.spec.num_draft_tokens / max(1, c.metrics.spec.num_drafts) for c in done)
     assert longest > 2, "the wish was heeded"

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from lawkit import make_engine, random_prompts, run, texts
+from lawkit import finished, make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import PAYS
@@ -252,11 +252,8 @@ def test_in_an_engine(pair):
     assert isinstance(engine.policy, GoodputLength) and engine.policy.cost is not None
     assert texts(run(engine, prompts, params)) == plain
     assert not engine.policy.acceptance.own and not engine.policy.budget._waits
-    done = []
     engine.add(Request("off", tuple(prompts[0]), params, 1, speculation=Speculation("off")))
-    while engine.has_work:
-        done += [d.completion for d in engine.step() if d.completion]
-    spec = done[0].metrics.spec
+    spec = finished(engine)["off", 0].metrics.spec
     assert (spec.num_draft_tokens, spec.undrafted) == (0, {"prompt": 1, "off": 39})
 
 

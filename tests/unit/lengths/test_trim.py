@@ -4,7 +4,7 @@ import copy
 import random
 
 import pytest
-from lawkit import SAMPLED, TreeDrafter, knowing, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, TreeDrafter, finished, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
@@ -238,19 +238,10 @@ def test_reasons(pair):
             engine.policy.cost.draft.coefficients[:2] = 1.0, 1.0
         for name, wish in wishes.items():
             engine.add(Request(name, (5, 6, 7), params, 1, speculation=wish))
-        why = {}
-        while engine.has_work:
-            for delta in engine.step():
-                if delta.completion is not None:
-                    why[delta.request_id] = delta.completion.metrics.spec.undrafted
-        assert {n: set(why[n]) for n in ("off", "zero", "capped")} == {
-            n: {"prompt", "off"} for n in ("off", "zero", "capped")
-        }
+        why = {name: done.metrics.spec.undrafted for (name, _), done in finished(engine).items()}
+        assert all(set(why[n]) == {"prompt", "off"} for n in ("off", "zero", "capped"))
         expected = {"prompt"} if policy == "fixed" and k else {"prompt", "cost" if k else "off"}
         assert set(why["none"]) - {"last token"} == expected, (policy, k)
     engine = make_engine(pair, "ngram", k=4)
     engine.add(Request("new", tuple(range(5, 30)), SamplingParams(max_tokens=3, seed=1, ignore_eos=True), 1))
-    done = []
-    while engine.has_work:
-        done += [d.completion for d in engine.step() if d.completion]
-    assert done[0].metrics.spec.undrafted == {"prompt": 1, "no draft": 1, "last token": 1}
+    assert finished(engine)["new", 0].metrics.spec.undrafted == {"prompt": 1, "no draft": 1, "last token": 1}
