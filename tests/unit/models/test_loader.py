@@ -53,6 +53,8 @@ def refused(folder, *words):
 
 
 SOME = "model.layers.1.mlp.up_proj.weight"
+SHAPES = (72, 47), (73, 48), (48, 72), (72 * 48,), (1, 72, 48)  # all wrong
+TYPES = torch.float64, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,11 @@ SOME = "model.layers.1.mlp.up_proj.weight"
         ({}, {"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
         ({f"{SOME}.bias": torch.zeros(72)}, {}, ["unexpected", f"{SOME}.bias", "LlamaForCausalLM"]),
         ({}, {"num_hidden_layers": 2}, ["unexpected", "model.layers.2."]),
+        *(({SOME: torch.zeros(s)}, {}, [SOME, str([*s]), "[72, 48]"]) for s in SHAPES),
+        *(({SOME: torch.ones(72, 48).to(t)}, {}, [SOME, "F32, BF16 and F16"]) for t in TYPES),
     ],
-    ids=["missing", "missing head", "extra", "of more layers"],
 )
-def test_missing_and_extra_tensors(tensors, settings, words, folder):
+def test_tensors_that_config_json_does_not_want(tensors, settings, words, folder):
     raw = json.loads((folder / "config.json").read_text())
     write_config(folder, {**raw, **settings})
     write_tensors(folder, {n: t for n, t in (read_tensors(folder) | tensors).items() if t is not None})
@@ -80,18 +83,6 @@ def test_tensors_that_can_be_computed_are_ignored(name, folder):
     extra = tensors["model.embed_tokens.weight"].clone() if name == "lm_head.weight" else torch.ones(8)
     write_tensors(folder, tensors | {name: extra})
     assert all_logits(load(folder), prompt(5)).equal(before)
-
-
-@pytest.mark.parametrize("shape", [(72, 47), (73, 48), (48, 72), (72 * 48,), (1, 72, 48)], ids=str)
-def test_wrong_shape(shape, folder):
-    write_tensors(folder, read_tensors(folder) | {SOME: torch.zeros(shape)})
-    refused(folder, str(folder), SOME, str(list(shape)), "[72, 48]")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn], ids=str)
-def test_wrong_type(dtype, folder):
-    write_tensors(folder, read_tensors(folder) | {SOME: torch.ones(72, 48).to(dtype)})
-    refused(folder, SOME, "F32, BF16 and F16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
