@@ -11,14 +11,14 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from fixtures_server import START, children, gauge, num_files, program_of, sockets, wait_until
+from fixtures_server import START, Server, children, gauge, num_files, sockets, wait_until
 
 FILES = 120
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 FIELDS = {"prompt": "the sum of", "max_tokens": 20, "temperature": 0.8, "seed": 5, "ignore_eos": True}
 
 
-class Poor:
+class Poor(Server):
     """A server with few file descriptors, whose log goes to a device that is always full."""
 
     def __init__(self, *flags):
@@ -56,8 +56,7 @@ def server(pair_folders):
     try:
         yield made
     finally:
-        made.process.terminate()
-        assert made.process.wait(60) == 0
+        assert made.stop() == 0
         assert not children(made.process.pid)
 
 
@@ -86,27 +85,27 @@ def test_connections_without_number(server):
     Accepted clients are not affected, a dead engine is still replaced, and once the connections close there is room
     again.
     """
-    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+    with server.client() as http, ExitStack() as stack:
         alone, before = text_of(http), num_files(server.process.pid)
         idle = [stack.enter_context(server.connect()) for _ in range(200)]
         assert text_of(http) == alone
         refused = [was_refused(connection) for connection in idle]
         assert refused.count(False) < FILES and refused.count(True) > 200 - FILES
         assert num_files(server.process.pid) < FILES
-        engine = program_of(server.process.pid, "worker")
+        engine = server.engine_pid
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: http.get("/health").status_code == 503)
         wait_until(lambda: http.get("/ready").status_code == 200)
-        assert text_of(http) == alone and program_of(server.process.pid, "worker") != engine
+        assert text_of(http) == alone and server.engine_pid != engine
         stack.close()
         wait_until(lambda: num_files(server.process.pid) <= before)
-        with httpx.Client(base_url=server.url, timeout=60) as other:
+        with server.client() as other:
             assert text_of(other) == alone
 
 
 def test_who_does_not_read_holds_up_nobody(server):
     body = json.dumps({**FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}).encode()
-    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+    with server.client() as http, ExitStack() as stack:
         alone = text_of(http)
         for _ in range(3):
             connection = stack.enter_context(socket.socket())
@@ -123,7 +122,7 @@ def test_who_does_not_read_holds_up_nobody(server):
 
 
 def test_half_of_a_body_and_no_more(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http, ExitStack() as stack:
+    with server.client() as http, ExitStack() as stack:
         before = num_files(server.process.pid)
         for _ in range(20):
             stack.enter_context(server.connect()).sendall(HEAD + b"999\r\n\r\n{")
