@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Collection, Iterator, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
-from sameseed.models.weights import Shapes, expected_shapes
+from sameseed.models.weights import Shapes, TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 # Tensors of older checkpoints that can be computed from the config.
@@ -36,7 +36,7 @@ OTHER_PARTS = tuple(
 )
 
 
-class Checkpoint:
+class Checkpoint(TensorSource):
     """The tensors of a folder by name: a context manager that holds the files open, and a `TensorSource` of weights."""
 
     def __init__(self, folder: Path) -> None:
@@ -125,10 +125,7 @@ class Checkpoint:
 
     def bits(self, name: str) -> float:
         stored = self.scheme(name)
-        return self.dtype(name).itemsize * 8.0 if stored is None else float(get(stored.weights).bits)
-
-    def file_rows(self, name: str) -> None:
-        return None
+        return super().bits(name) if stored is None else float(get(stored.weights).bits)
 
     def in_parts(self, name: str) -> bool:
         return name not in self._stored
@@ -276,14 +273,7 @@ class Checkpoint:
             extra = [n for n in extra if not n.startswith("lm_head.")]
         if self._layout is not None:
             extra = [n for n in extra if not self._layout.spare(n, self)]
-        if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
-            say_once(f"{self.folder.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
-            extra = [n for n in extra if n not in other]
-        if extra:
-            raise ModelLoadError(
-                f"{self.folder}: unexpected tensor {sorted(extra)[0]} ({len(extra)} in all); a {config.architecture} "
-                "with this config.json has none of that name"
-            )
+        check_extra(self.folder, extra, OTHER_PARTS, config)
         own = {n: shape for n, shape in expected.items() if n not in self._stored and n not in self._views}
         for name, shape in {**own, **{v.tensor: v.shape for v in self._views.values()}}.items():
             entry = self._files[name].entries[name]
@@ -309,6 +299,18 @@ class Checkpoint:
                     self._stored[name] = found
         notice_rounded(self.folder, {n: s.why for n, s in self._stored.items() if s.why}, expected)
         return {t for s in self._stored.values() for t in s.tensors}
+
+
+def check_extra(path: Path, names: Collection[str], other_parts: tuple[str, ...], config: ModelConfig) -> None:
+    """Log once how many tensors belong to parts for vision and audio. Raises ModelLoadError where others are left."""
+    extra = sorted(n for n in names if not n.startswith(other_parts))
+    if left_out := len(names) - len(extra):
+        say_once(f"{path.name}: {left_out} tensors beside the language model (vision, audio) are left out")
+    if extra:
+        raise ModelLoadError(
+            f"{path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); a {config.architecture} of this config "
+            "has none of that name"
+        )
 
 
 def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -143,11 +143,13 @@ class ModelConfig:
     embedding_factor: float = 1.0
     score_factor: float | None = None  # of attention; None: D^-0.5
     logit_divisor: float = 1.0
+    recurrent: frozenset[int] = frozenset()  # layers that keep a state in place of keys and values
+    gated: bool = False  # whether attention multiplies its output by the sigmoid of a gate, made beside q
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and head size of each layer of the KV cache; a layer that owns no cache has no entry."""
-        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+        return ((self.num_kv_heads, self.head_dim),) * (self.num_layers - len(self.recurrent))
 
     @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -157,9 +159,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights in embedding, layers and LM head, without norms and biases."""
-        width = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * width + 3 * self.hidden_size * self.intermediate_size
-        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.num_layers * layer
+        return _num_parameters(self)
 
     @property
     def row_parameters(self) -> int:
@@ -175,6 +175,11 @@ class ModelConfig:
     def read_share(self, rows: float) -> float:
         """The share of the weights that a pass over `rows` rows reads."""
         return 1.0
+
+
+@cache
+def _num_parameters(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in family(config.architecture).shapes(config).values() if len(shape) == 2)
 
 
 class View(NamedTuple):
@@ -490,23 +495,36 @@ def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str)
     return tuple(window if i >= first else None for i in range(layers))
 
 
-def layer_shapes(c: ModelConfig, layer: str, norms: Seq[str], width: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Shapes of a decoder layer's tensors by Hugging Face name; `width`: of the input of q, k and v, if it is not C."""
-    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    hidden, inner = c.hidden_size, c.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", heads, width or hidden, c.qkv_bias),
-        ("self_attn.k_proj", kv_heads, width or hidden, c.qkv_bias),
-        ("self_attn.v_proj", kv_heads, width or hidden, c.qkv_bias),
-        ("self_attn.o_proj", hidden, heads, c.o_bias),
-        ("mlp.gate_proj", inner, hidden, c.mlp_bias),
-        ("mlp.up_proj", inner, hidden, c.mlp_bias),
-        ("mlp.down_proj", hidden, inner, c.mlp_bias),
-    ):
-        shapes[f"{layer}.{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{layer}.{name}.bias"] = (rows,)
+def layer_shapes(
+    c: ModelConfig,
+    layer: str,
+    norms: Seq[str],
+    width: int | None = None,
+    feed_forward: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a decoder layer's tensors by Hugging Face name.
+
+    `width`: of the input of q, k and v, if it is not C; `feed_forward`: shapes of what stands in place of the MLP.
+    """
+    heads, kv_heads, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    rows = {"q_proj": 2 * heads if c.gated else heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    shapes = matrices(f"{layer}.self_attn", {name: (size, width or hidden) for name, size in rows.items()}, c.qkv_bias)
+    shapes |= matrices(f"{layer}.self_attn", {"o_proj": (hidden, heads)}, c.o_bias)
+    shapes |= mlp_shapes(c, f"{layer}.mlp") if feed_forward is None else feed_forward
     if c.qk_norm:
         shapes |= {f"{layer}.self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
     return shapes | {f"{layer}.{n}.weight": (hidden,) for n in norms}
+
+
+def mlp_shapes(c: ModelConfig, at: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of an MLP's tensors, whose names begin with `at`."""
+    into = (c.intermediate_size, c.hidden_size)
+    return matrices(at, {"gate_proj": into, "up_proj": into, "down_proj": into[::-1]}, c.mlp_bias)
+
+
+def matrices(at: str, shapes: Mapping[str, tuple[int, int]], bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of some modules in `at`, with biases or without."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found |= {f"{at}.{name}.weight": shape} | ({f"{at}.{name}.bias": shape[:1]} if bias else {})
+    return found

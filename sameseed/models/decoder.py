@@ -92,6 +92,8 @@ class Decoder(Runnable):
         "model.norm": "output_norm",
         "lm_head": "output",
     }
+    # Numbers of GGUF files by their names in config.json: the key there, and the default if it may be missing.
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -104,9 +106,9 @@ class Decoder(Runnable):
 
         It may add keys of its own that say how GGUF stores tensors differently, for `parse`.
         """
-        if any(value for key, value in file.metadata.items() if key.endswith(".expert_count")):
+        if "mlp.experts.down_proj" not in cls.gguf_names and file.number("expert_count", 0):
             raise ModelLoadError(f"{file.path}: mixtures of experts are not supported in this architecture")
-        return {}
+        return {name: file.number(*key) for name, key in cls.gguf_keys.items()}
 
     @classmethod
     def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:

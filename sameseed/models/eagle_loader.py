@@ -98,10 +98,7 @@ def load_head(
     with open_head(folder, target.config) as (config, files, shapes, layer):
         weight_bytes(config.layer, files, quant, shapes)
         reader = WeightReader(config.layer, files, quant, ops, device, progress, shapes)
-        ids = target_ids(folder, config, files)
-        if isinstance(config, BlockConfig):
-            return read_block(config, reader, ids, target, ops)
-        return read_head(config, reader, layer, ids, target, ops)
+        return read_head(config, reader, layer, target_ids(folder, config, files), target, ops)
 
 
 def embedding_signs(target: Decoder) -> str:
@@ -127,63 +124,52 @@ def check_signs(folder: Path, target: Decoder) -> None:
 
 def read_head(
     config: HeadConfig, reader: WeightReader, layer: str, ids: Tensor | None, target: Decoder, ops: Ops
-) -> EagleHead:
-    """An EAGLE head from the tensors of `reader`; `layer`: name of its decoder layer; `ids`: as `target_ids`."""
-    shapes, source, quant = reader.shapes, reader.source, reader.quant
-    embedding, lm_head = _ends(reader, target, ops)
+) -> EagleHead | BlockHead:
+    """A head from the tensors of `reader`; `layer`: name of an EAGLE head's layer; `ids`: as `target_ids`."""
+    shapes = reader.shapes
+    shared: dict[str, Any] = {
+        "embedding": reader.matrix("embed_tokens") if "embed_tokens.weight" in shapes else target.weights.embedding,
+        "lm_head": reader.matrix("lm_head") if "lm_head.weight" in shapes else _borrowed(reader, target, ops),
+        "fc": reader.matrix("fc"),
+        "norm": reader.vector("norm.weight") if "norm.weight" in shapes else None,
+        "target_ids": ids,
+        "dense": dense_format(reader.source, reader.quant, shapes),
+    }
+    if isinstance(config, BlockConfig):
+        markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
+        block = BlockWeights(
+            **shared,
+            hidden_norm=reader.vector("hidden_norm.weight"),
+            layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
+            markov=None if markov is None else (markov[0], markov[1]),
+        )
+        return BlockHead(config, block, ops, target.max_model_len)
     third = config.kind == "eagle3"
     names = ["input_norm"] if config.norm_before_fc else []
     names += [f"fc_norm.{i}" for i in range(config.num_captures)] if config.fc_norm else []
     weights = HeadWeights(
-        embedding=embedding,
-        fc=reader.matrix("fc"),
+        **shared,
         fc_bias=reader.vector("fc.bias") if "fc.bias" in shapes else None,
         fc_norms=tuple(reader.vector(f"{n}.weight") for n in names),
         layer=reader.layer(layer, first_norm=third),  # EAGLE-1 has no norm before attention
         feature_norm=reader.vector(f"{layer}.hidden_norm.weight") if third else None,
-        norm=reader.vector("norm.weight") if third else None,
         target_norm=None if third else target.weights.norm,
-        lm_head=lm_head,
-        target_ids=ids,
-        dense=dense_format(source, quant, shapes),
     )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
 
 
-def read_block(config: BlockConfig, reader: WeightReader, ids: Tensor | None, target: Decoder, ops: Ops) -> BlockHead:
-    """A block head from the tensors of `reader`; `ids`: as `target_ids`."""
-    embedding, lm_head = _ends(reader, target, ops)
-    markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
-    weights = BlockWeights(
-        embedding=embedding,
-        fc=reader.matrix("fc"),
-        hidden_norm=reader.vector("hidden_norm.weight"),
-        layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
-        norm=reader.vector("norm.weight"),
-        lm_head=lm_head,
-        markov=None if markov is None else (markov[0], markov[1]),
-        target_ids=ids,
-        dense=dense_format(reader.source, reader.quant, reader.shapes),
-    )
-    return BlockHead(config, weights, ops, target.max_model_len)
-
-
-def _ends(reader: WeightReader, target: Decoder, ops: Ops) -> tuple[QuantTensor, QuantTensor]:
-    """Embedding and LM head: the head's own or the target's, the LM head in the requested format."""
-    own = "embed_tokens.weight" in reader.shapes
-    embedding = reader.matrix("embed_tokens") if own else target.weights.embedding
-    if "lm_head.weight" in reader.shapes:
-        return embedding, reader.matrix("lm_head")
+def _borrowed(reader: WeightReader, target: Decoder, ops: Ops) -> QuantTensor:
+    """The target's LM head in the requested format."""
     w, quant = target.weights.lm_head, reader.quant.at("lm_head")
     if quant.weights == "auto" or (quant.weights == w.format and quant.activations == w.activations):
-        return embedding, w
+        return w
     plain = ops.unpack(w)
     stored = scheme.get(plain.format)
     if quant.rows_together != 1:
-        return embedding, ops.pack(quant.encode(stored.decode(plain)))
+        return ops.pack(quant.encode(stored.decode(plain)))
     rows = torch.arange(w.shape[0], device=next(iter(plain.parts.values())).device)
     parts = [quant.encode(stored.decode_rows(plain, some)) for some in torch.split(rows, CHUNK)]
-    return embedding, ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
+    return ops.pack(parts[0] if len(parts) == 1 else scheme.get(quant.weights).concat(parts))
 
 
 def target_ids(folder: Path, config: HeadConfig, files: Checkpoint) -> Tensor | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,10 +78,6 @@ class GemmaConfig(ModelConfig):
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         return tuple((c.num_kv_heads, c.head_dim) for c in self.layers[: self.num_layers - self.num_shared])
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(s) for s in family(self.architecture).shapes(self).values() if len(s) == 2)
 
     @property
     def _looked_up(self) -> int:
@@ -152,6 +147,11 @@ class Gemma(Decoder):
         "post_feedforward_layernorm_1": "post_ffw_norm_1",
         "post_feedforward_layernorm_2": "post_ffw_norm_2",
     }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "sliding_window": ("attention.sliding_window",),
+        "rope_local_base_freq": ("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": ("final_logit_softcapping", 0.0),
+    }
 
     # --- config ---
 
@@ -201,30 +201,18 @@ class Gemma(Decoder):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        fourth = raw["architectures"][0].startswith("Gemma4")
-        arch = file.metadata["general.architecture"]
-        layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-        common = {
-            "hidden_activation": GELU[0],
-            "sliding_window": file.number("attention.sliding_window"),
-            "rope_local_base_freq": float(file.number("rope.freq_base_swa", 10000.0)),
-            "final_logit_softcapping": float(file.number("final_logit_softcapping", 0.0)),
-        }
-        if not fourth:
+        common, layers = super().gguf_config(file, raw) | {"hidden_activation": GELU[0]}, raw["num_hidden_layers"]
+        if not raw["architectures"][0].startswith("Gemma4"):
             # No key says so: the largest model, of 62 layers, scales by another size.
-            scalar = raw["hidden_size"] // heads if layers == 62 else raw["head_dim"]
+            scalar = raw["hidden_size"] // raw["num_attention_heads"] if layers == 62 else raw["head_dim"]
             return {**common, "norms_stored_whole": True, "query_pre_attn_scalar": scalar}
-        keys = ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length")
-        listed = [file.metadata.get(f"{arch}.{key}") for key in keys]  # the last two only where layers differ
-        arrays = [x.tolist() if isinstance(x, np.ndarray) and len(x) == layers else [] for x in listed]
-        local, kv_heads, inner = [bool(x) for x in arrays[0]], *arrays[1:]
-        if False not in local:
-            raise ModelLoadError(
-                f"{file.path}: {arch}.{keys[0]} must name {layers} layers, of which one sees all tokens"
-            )
-        by_kind = dict(zip(local, kv_heads))
-        per_layer = int(file.number("embedding_length_per_layer_input", 0))
-        table = file.tensors.get("per_layer_token_embd.weight")
+        pattern = "attention.sliding_window_pattern"
+        keys = (pattern, "attention.head_count_kv", "feed_forward_length")  # the last two only where layers differ
+        local, kv_heads, inner = (found if len(found := file.by_layer(key)) == layers else [] for key in keys)
+        if 0 not in local:
+            raise ModelLoadError(f"{file.path}: {pattern} must name {layers} layers, of which one sees all tokens")
+        by_kind = dict(zip(map(bool, local), kv_heads))
+        table, experts = file.tensors.get("per_layer_token_embd.weight"), file.number("expert_count", 0)
         return {
             **common,
             "layer_types": [SLIDING if x else FULL for x in local],
@@ -232,13 +220,13 @@ class Gemma(Decoder):
             "global_head_dim": raw["head_dim"],
             "num_key_value_heads": int(by_kind.get(True, raw["num_key_value_heads"])),
             "num_global_key_value_heads": int(by_kind.get(False, raw["num_key_value_heads"])),
-            "attention_k_eq_v": f"blk.{local.index(False)}.attn_v.weight" not in file.tensors,
+            "attention_k_eq_v": f"blk.{local.index(0)}.attn_v.weight" not in file.tensors,
             "num_kv_shared_layers": int(file.number("attention.shared_kv_layers", 0)),
             "use_double_wide_mlp": bool(inner) and inner[-1] > inner[0],
-            "hidden_size_per_layer_input": per_layer,
+            "hidden_size_per_layer_input": int(file.number("embedding_length_per_layer_input", 0)),
             "vocab_size_per_layer_input": table.shape[0] if table is not None else 0,
-            "enable_moe_block": bool(file.number("expert_count", 0)),
-            "num_experts": file.number("expert_count", 0),
+            "enable_moe_block": bool(experts),
+            "num_experts": experts,
             "top_k_experts": file.number("expert_used_count", 0),
             "moe_intermediate_size": file.number("expert_feed_forward_length", 0),
         }

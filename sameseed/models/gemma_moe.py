@@ -12,7 +12,7 @@ from torch import Tensor
 from sameseed.models.config import ModelConfig, View, whole_number
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
-from sameseed.ops import ExpertWeights, Ops, normed_rows
+from sameseed.ops import Ops, normed_rows
 
 if TYPE_CHECKING:
     from sameseed.models.weights import Shapes, WeightReader
@@ -32,7 +32,6 @@ class GemmaMoeConfig(GemmaConfig, MoeConfig):
 class GemmaMoeLayer(GemmaLayer):
     """Norms [C]: of the network's output, of the experts' input and output, and of what the router reads."""
 
-    experts: ExpertWeights | None = None
     norms: tuple[Tensor, ...] = ()
     router_norm: Tensor | None = None
 
@@ -66,9 +65,9 @@ class GemmaMoe(Gemma):
         c, at = moe(reader.config), f"model.layers.{layer}"
         factors = reader.vector(f"{at}.router.per_expert_scale")
         experts = Qwen3Moe.read_experts(reader, c, at, "router.proj")
+        base = replace(super().read_layer(reader, layer), experts=replace(experts, act="gelu", factors=factors))
         return GemmaMoeLayer(
-            **vars(super().read_layer(reader, layer)),
-            experts=replace(experts, normalize=True, act="gelu", factors=factors),
+            **vars(base),
             norms=tuple(reader.norm(f"{at}.{name}") for name in NORMS),
             router_norm=reader.vector(f"{at}.router.scale") * c.hidden_size**-0.5,
         )

@@ -25,6 +25,11 @@ class GptOss(Qwen3Moe):
         "self_attn.sinks": "attn_sinks.weight",
         "post_attention_layernorm": "post_attention_norm",
     }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Qwen3Moe.gguf_keys,
+        "intermediate_size": ("expert_feed_forward_length",),
+        "sliding_window": ("attention.sliding_window",),
+    }
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -38,8 +43,6 @@ class GptOss(Qwen3Moe):
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(raw["num_hidden_layers"])]
         return super().gguf_config(file, raw) | {
-            "intermediate_size": file.number("expert_feed_forward_length"),
-            "sliding_window": file.number("attention.sliding_window"),
             "layer_types": kinds,
             "rope_parameters": {**raw["rope_parameters"], "truncate": False},
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.models.config import ModelConfig, RopeConfig
-from sameseed.ops import Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
+from sameseed.ops import ExpertWeights, Ops, RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
 
 
@@ -42,31 +42,51 @@ def _matrices(w: Any) -> Iterator[QuantTensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(Weights):
-    """Weights of a layer's attention and its norms; q, k, v are stacked along O. Norms and biases are float32.
+    """Weights of a layer's attention, its norms and experts; q, k, v are stacked along O. Norms, biases: float32.
 
     Where stacked weights have different formats, the stack is a tuple of several weights, in order. `columns`: of their
-    product, where only some dimensions of a head rotate (`rotary_columns`).
+    product, where only some dimensions of a head rotate (`rotary_columns`), or where q stands beside a gate.
     """
 
     input_norm: Tensor  # [C]
-    qkv: QuantTensor | tuple[QuantTensor, ...]  # [(H + 2 Hk) D, C]
+    qkv: QuantTensor | tuple[QuantTensor, ...]  # [(H + 2 Hk) D, C]; with gates [(2 H + 2 Hk) D, C]
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [D]
     k_norm: Tensor | None = None  # [D]
     columns: Tensor | None = None
+    sinks: Tensor | None = None  # [H]: logits that join the softmax
     o: QuantTensor  # [C, H D]
     o_bias: Tensor | None = None
     post_norm: Tensor  # [C]
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(AttentionWeights):
-    """Weights of one decoder layer; gate and up are stacked along O."""
+    """Weights of one decoder layer with an MLP; gate and up are stacked along O.
+
+    `shared`: where the MLP is an expert that all rows take, its own gate.
+    """
 
     gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
     gate_up_bias: Tensor | None = None
     down: QuantTensor  # [C, I]
     down_bias: Tensor | None = None
+    shared: SharedGate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SharedGate(Weights):
+    """The gate of a shared expert: a number for each row, whose sigmoid multiplies what the expert adds."""
+
+    gate: QuantTensor  # [1, C]
+    up: Tensor  # int32 [I]: columns of `up` beside `gate`
+    same: Tensor  # int32 [I]: zeros
+
+    def __call__(self, ops: Ops, rows: RowSource, gate_up: Tensor) -> Tensor:
+        """Gate and up [T, 2 I] with up multiplied, which does the same."""
+        gates = ops.take(ops.product(rows, self.gate), self.same)  # [T, I], the same number in each column
+        return ops.beside([gate_up[:, : len(self.up)], ops.gate(ops.take(gate_up, self.up), gates, 1)])
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,7 @@ class ModelWeights(Weights):
     """
 
     embedding: QuantTensor  # [V, C]
-    layers: tuple[Any, ...]  # of the family's class: LayerWeights or alike
+    layers: tuple[Any, ...]  # of the family's class
     norm: Tensor  # [C]
     lm_head: QuantTensor  # [V, C]
     dense: str = "fp32"
@@ -86,7 +106,7 @@ class ModelWeights(Weights):
 def run_layer(
     ops: Ops,
     c: ModelConfig,
-    w: LayerWeights,
+    w: AttentionWeights,
     rows: RowSource,
     residual: Tensor,
     batch: Batch,
@@ -99,37 +119,29 @@ def run_layer(
 
     Returns the layer's output [T, C]. `then`: what the next layer does with this output.
     """
-    x = attend(ops, c, w, rows, residual, batch, kv, rope, window, Then(w.post_norm, c.rms_eps, w.gate_up))
-    return feed_forward(ops, c, w, x, then)
-
-
-def feed_forward(ops: Ops, c: ModelConfig, w: LayerWeights, x: Tensor, then: Then | None) -> Tensor:
-    """x [T, C] plus the layer's feed-forward network of it."""
-    gate_up = ops.product(normed_rows(x, w.post_norm, c.rms_eps), w.gate_up, w.gate_up_bias)  # [T, 2 I]
-    return ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then)
-
-
-def attend(
-    ops: Ops,
-    c: ModelConfig,
-    w: AttentionWeights,
-    rows: RowSource,
-    residual: Tensor,
-    batch: Batch,
-    kv: KVLayer,
-    rope: Tensor,
-    window: int | None,
-    then: Then | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The attention of a layer; arguments and result as of `run_layer`."""
-    qkv = ops.product(rows, w.qkv, w.qkv_bias)  # [T, (H + 2 Hk) D]
-    qkv = qkv if w.columns is None else ops.take(qkv, w.columns)
+    qkv, width = ops.product(rows, w.qkv, w.qkv_bias), c.num_heads * c.head_dim  # [T, (H + 2 Hk) D]
+    chosen = qkv if w.columns is None else ops.take(qkv, w.columns)
     norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-    q = ops.rope_store(qkv, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
+    q = ops.rope_store(chosen, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
     scale = c.head_dim**-0.5 if c.score_factor is None else c.score_factor
-    out = ops.attention(q, kv, batch, scale, window, sinks)  # [T, H, D]
-    return ops.product(plain_rows(out.view(-1, c.num_heads * c.head_dim)), w.o, w.o_bias, residual, then)
+    out = ops.attention(q, kv, batch, scale, window, w.sinks).view(-1, width)  # [T, H D]
+    out = ops.gate(out, qkv[:, : 2 * width], c.num_heads) if c.gated else out
+    return feed_forward(ops, c, w, ops.product(plain_rows(out), w.o, w.o_bias, residual, before_mlp(c, w)), then)
+
+
+def before_mlp(c: ModelConfig, w: AttentionWeights) -> Then | None:
+    """What a layer's MLP does with what it reads."""
+    return Then(w.post_norm, c.rms_eps, w.gate_up) if isinstance(w, LayerWeights) else None
+
+
+def feed_forward(ops: Ops, c: ModelConfig, w: AttentionWeights, x: Tensor, then: Then | None) -> Tensor:
+    """x [T, C] plus the layer's MLP of it, plus its experts."""
+    rows, added = normed_rows(x, w.post_norm, c.rms_eps), x
+    if isinstance(w, LayerWeights):
+        gate_up = ops.product(rows, w.gate_up, w.gate_up_bias)  # [T, 2 I]
+        gate_up = gate_up if w.shared is None else w.shared(ops, rows, gate_up)
+        added = ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then if w.experts is None else None)
+    return added if w.experts is None else ops.experts(rows, w.experts, added)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -186,10 +198,10 @@ def rotary_order(head_dim: int, rotary_dim: int) -> Tensor:
     return torch.tensor([i for part in parts for i in part])
 
 
-def rotary_columns(c: ModelConfig, apart: int | None = None) -> Tensor:
-    """Columns int32 of q, k and v, the heads of q and k in `rotary_order`; `apart`: from a head of q to the next."""
+def rotary_columns(c: ModelConfig) -> Tensor:
+    """Columns int32 of q, k and v, the heads of q and k in `rotary_order`; a gate may stand behind each head of q."""
     dim, order = c.head_dim, rotary_order(c.head_dim, c.rope.rotary_dim or c.head_dim)
-    apart = apart or dim
+    apart = 2 * dim if c.gated else dim
     keys, wide = c.num_heads * apart, c.num_kv_heads * dim
     starts = [*range(0, keys, apart), *range(keys, keys + wide, dim)]
     return torch.cat([start + order for start in starts] + [torch.arange(keys + wide, keys + 2 * wide)]).int()

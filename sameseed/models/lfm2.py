@@ -5,23 +5,19 @@ A convolution sees a few tokens. What it keeps of a sequence are its latest inpu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
-from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
-from sameseed.models.decoder import state_layers
-from sameseed.models.layers import LayerWeights, feed_forward, run_layer
+from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
-from sameseed.ops import Ops, RowSource, Then, plain_rows
+from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -32,22 +28,13 @@ KINDS = ("conv", "full_attention")
 
 @dataclass(frozen=True)
 class Lfm2Config(ModelConfig):
-    """`attends[i]`: whether layer i is attention; `taps`: tokens that a convolution sees, the row's own included."""
+    """`taps`: tokens that a convolution sees, the row's own included."""
 
-    attends: tuple[bool, ...] = ()
     taps: int = 3
 
     @property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        return ((self.num_kv_heads, self.head_dim),) * sum(self.attends)
-
-    @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        return (((0,), self.hidden_size),) * (self.num_layers - sum(self.attends))
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shape) for shape in Lfm2.shapes(self).values() if len(shape) == 2)
+        return (((0,), self.hidden_size),) * len(self.recurrent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +69,7 @@ class Lfm2(Llama):
         "model.embedding_norm": "token_embd_norm",
         "lm_head": "output",
     }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conv_L_cache": ("shortconv.l_cache",)}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -102,21 +90,19 @@ class Lfm2(Llama):
         if not isinstance(kinds, list):
             attention = attention if isinstance(attention, list) else range(base.num_layers)
             kinds = [KINDS[i in attention] for i in range(base.num_layers)]
-        attends = tuple(kind == KINDS[1] for kind in kinds)
-        if len(kinds) != base.num_layers or any(kind not in KINDS for kind in kinds) or not any(attends):
+        recurrent = frozenset(i for i, kind in enumerate(kinds) if kind == KINDS[0])
+        if len(kinds) != base.num_layers or any(k not in KINDS for k in kinds) or KINDS[1] not in kinds:
             raise ModelLoadError(f"{where}: layer_types must name conv or full_attention for each layer, both kinds")
         if raw.get("conv_bias"):
             raise ModelLoadError(f"{where}: conv_bias is not supported; LFM2 and LFM2.5 have none")
-        taps = whole("conv_L_cache", 3, most=8)
-        return Lfm2Config(**vars(base), attends=attends, taps=taps)
+        return Lfm2Config(**vars(replace(base, recurrent=recurrent)), taps=whole("conv_L_cache", 3, most=8))
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        more = super().gguf_config(file, raw) | {"conv_L_cache": file.number("shortconv.l_cache")}
-        heads = file.metadata.get("lfm2.attention.head_count_kv")
-        if isinstance(heads, np.ndarray):  # by layer; a convolution has none
-            more["num_key_value_heads"] = max(heads.tolist(), default=0)
-            more["layer_types"] = [KINDS[bool(count)] for count in heads.tolist()]
+        more = super().gguf_config(file, raw)
+        if heads := file.by_layer("attention.head_count_kv"):  # a convolution has none
+            more["num_key_value_heads"] = max(heads)
+            more["layer_types"] = [KINDS[bool(count)] for count in heads]
         return more | {"block_auto_adjust_ff_dim": False}
 
     @classmethod
@@ -129,7 +115,7 @@ class Lfm2(Llama):
             "conv.conv": (wide, 1, c.taps),
             "conv.out_proj": (wide, wide),
         }
-        if c.attends[layer]:
+        if layer not in c.recurrent:
             mixer = {f"self_attn.{n}_proj": (rows, wide) for n, rows in (("q", queries), ("k", keys), ("v", keys))}
             mixer |= {"self_attn.out_proj": (wide, queries)}
             mixer |= {f"self_attn.{n}_layernorm": (dim,) for n in "qk"}
@@ -149,7 +135,7 @@ class Lfm2(Llama):
                 "k_norm": reader.norm(f"{attention}.k_layernorm"),
                 "o": reader.matrix(f"{attention}.out_proj"),
             }
-            if c.attends[layer]
+            if layer not in c.recurrent
             else {
                 "qkv": reader.matrix(f"{conv}.in_proj"),
                 "conv": reader.vector(f"{conv}.conv.weight").view(-1, c.taps).T.contiguous(),
@@ -164,16 +150,8 @@ class Lfm2(Llama):
             down=reader.matrix(f"{at}.feed_forward.w2"),
         )
 
-    def _layer(
-        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
-    ) -> Tensor:
-        c, w = self.config, self.weights.layers[i]
-        before = c.attends[:i].count(c.attends[i])  # layers of the same kind: each kind has caches of its own
-        if w.conv is None:
-            return run_layer(ops, c, w, rows, x, batch, cache.layers[before], self.rope, None, then)
-        mixed = ops.conv(ops.product(rows, w.qkv), w.conv, state_layers(cache)[before], batch)
-        x = ops.product(plain_rows(mixed), w.o, None, x, Then(w.post_norm, c.rms_eps, w.gate_up))
-        return feed_forward(ops, c, w, x, then)
+    def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
+        return plain_rows(ops.conv(ops.product(rows, w.qkv), w.conv, state, batch))
 
 
 MODEL = Lfm2

@@ -13,9 +13,9 @@ from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
-from sameseed.models.decoder import Decoder
-from sameseed.models.layers import ModelWeights, run_layer
-from sameseed.ops import Ops, RowSource, Then, normed_rows
+from sameseed.models.decoder import Decoder, state_layers
+from sameseed.models.layers import ModelWeights, before_mlp, feed_forward, run_layer
+from sameseed.ops import Ops, RowSource, StateLayer, Then, normed_rows
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -78,19 +78,23 @@ class Llama(Decoder):
             self.still = torch.ones_like(self.rope)
             self.still[:, config.head_dim // 2 :] = 0  # sines
 
-    def _layer(
-        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
-    ) -> Tensor:
-        window, rope = self.config.windows[i], self.still if i in self.config.still_layers else self.rope
-        return run_layer(ops, self.config, self.weights.layers[i], rows, x, batch, cache.layers[i], rope, window, then)
+    def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
+        """What a recurrent layer makes of its rows and its state, in place of attention."""
+        raise NotImplementedError
 
     def _states(self, ops: Ops, batch: Batch, cache: KVCache) -> Iterator[Tensor]:
-        w, eps = self.weights, self.config.rms_eps
-        x = ops.embedding(batch.token_ids, w.embedding, self.config.embedding_factor)  # [T, C]
-        for i, layer in enumerate(w.layers):
-            rows = normed_rows(x, layer.input_norm, eps)
-            then = Then(w.layers[i + 1].input_norm, eps, w.layers[i + 1].qkv) if i + 1 < len(w.layers) else None
-            x = self._layer(ops, i, rows, x, batch, cache, then)
+        c, layers, eps = self.config, self.weights.layers, self.config.rms_eps
+        caches, states = iter(cache.layers), iter(state_layers(cache) if c.recurrent else ())
+        x = ops.embedding(batch.token_ids, self.weights.embedding, c.embedding_factor)  # [T, C]
+        for i, w in enumerate(layers):
+            rows = normed_rows(x, w.input_norm, eps)
+            then = Then(layers[i + 1].input_norm, eps, layers[i + 1].qkv) if i + 1 < len(layers) else None
+            if i in c.recurrent:
+                x = ops.product(self._mixed(ops, w, rows, next(states), batch), w.o, None, x, before_mlp(c, w))
+                x = feed_forward(ops, c, w, x, then)
+            else:
+                rope = self.still if i in c.still_layers else self.rope
+                x = run_layer(ops, c, w, rows, x, batch, next(caches), rope, c.windows[i], then)
             yield x
 
 

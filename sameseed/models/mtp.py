@@ -20,16 +20,9 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import MTP_BESIDE
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
+from sameseed.models.layers import run_layer
 from sameseed.models.loader import open_checkpoint, read_config
-from sameseed.models.qwen35 import (
-    GatedLayer,
-    Qwen35,
-    Qwen35Config,
-    gated_attention,
-    mtp_names,
-    mtp_shapes,
-    read_attention,
-)
+from sameseed.models.qwen35 import Qwen35, Qwen35Config, member, mtp_names, mtp_shapes
 from sameseed.models.weights import Progress, TensorSource, WeightReader, dense_format, expected_shapes, weight_bytes
 from sameseed.ops import Ops, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
@@ -53,8 +46,7 @@ class MtpHead(EagleHead):
         both = ops.beside([embedding, ops.rms_norm(features, w.feature_norm, eps)])  # [T, 2 C]
         x = ops.product(plain_rows(both), w.fc)
         rows = normed_rows(x, w.layer.input_norm, eps)
-        assert isinstance(w.layer, GatedLayer)
-        x = gated_attention(ops, c, w.layer, rows, x, batch, cache.layers[0], self.rope, None)
+        x = run_layer(ops, c, w.layer, rows, x, batch, cache.layers[0], self.rope, None)
         logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
         return logits, ops.capture([ops.rms_norm(x, w.norm, eps)]), self._chosen(ops, logits, batch)
 
@@ -90,7 +82,7 @@ def open_block(folder: Path) -> Iterator[tuple[TensorSource, Qwen35Config, Qwen3
             source.check(replace(config, reads_mtp=True))
         else:  # the block alone
             source.check(config, mtp_shapes(config), ENDS)
-        yield source, config, replace(config, num_layers=1, attends=(True,))
+        yield source, config, replace(config, num_layers=1, recurrent=frozenset())
 
 
 def mtp_bytes(folder: Path, quant: QuantScheme, target: Path) -> tuple[Qwen35Config, int, str]:
@@ -117,7 +109,7 @@ def load_mtp(
             fc=reader.matrix(fc),
             fc_bias=None,
             fc_norms=(reader.norm(embedding),),
-            layer=read_attention(reader, layer, at),
+            layer=member(layer).read_attention(reader, at),
             feature_norm=reader.norm(states),
             norm=reader.norm(norm),
             target_norm=target.weights.norm,

@@ -24,6 +24,7 @@ class Phi3(Llama):
     """The decoder of Phi-3 and Phi-4."""
 
     rotates_all: ClassVar[bool] = False
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {"sliding_window": ("attention.sliding_window", 0)}
     gguf_names: ClassVar[Mapping[str, str]] = {
         **Decoder.gguf_names,
         "self_attn.qkv_proj": "attn_qkv",
@@ -39,12 +40,12 @@ class Phi3(Llama):
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         more, dim = super().gguf_config(file, raw), file.number("rope.dimension_count", raw["head_dim"])
-        rope = {**raw["rope_parameters"], "partial_rotary_factor": dim / max(1, raw["head_dim"])}
+        rope = dict(raw["rope_parameters"])
         if any(f"{name}.weight" in file.tensors for name in IN_GGUF):
             rope |= {n: list(file.factors(f"{g}.weight", dim // 2)) for n, g in zip(LONGROPE, IN_GGUF, strict=True)}
             rope |= {"rope_type": "longrope", "attention_factor": file.number("rope.scaling.attn_factor", 1.0)}
             rope |= {"original_max_position_embeddings": file.number("rope.scaling.original_context_length")}
-        return {**more, "rope_parameters": rope, "sliding_window": file.number("attention.sliding_window", 0) or None}
+        return {**more, "rope_parameters": rope, "sliding_window": more["sliding_window"] or None}
 
     @classmethod
     def spare(cls, config: ModelConfig) -> Seq[str]:

@@ -8,13 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from sameseed.models.config import ModelConfig, View, layer_shapes, whole_number
+from sameseed.models.config import ModelConfig, View, mlp_shapes, whole_number
+from sameseed.models.layers import SharedGate
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
-from sameseed.ops import ExpertWeights, Ops, gated_rows, normed_rows
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -28,25 +27,6 @@ class Qwen35MoeConfig(Qwen35Config, MoeConfig):
     """`intermediate_size` is that of the shared expert."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """The experts of a layer, and the gate of its shared one, whose matrices stand where those of an MLP do."""
-
-    experts: ExpertWeights
-    gate: QuantTensor  # [1, C]
-    up: Tensor  # int32 [I]: columns of `up` beside `gate`
-    same: Tensor  # int32 [I]: zeros
-
-    def run(self, ops: Ops, c: ModelConfig, w: Any, x: Tensor) -> Tensor:
-        """x [T, C] plus both kinds of experts of it."""
-        rows, size = normed_rows(x, w.post_norm, c.rms_eps), c.intermediate_size
-        gate_up = ops.product(rows, w.gate_up)  # [T, 2 I]
-        gates = ops.take(ops.product(rows, self.gate), self.same)  # [T, I], the same number in each column
-        up = ops.gate(ops.take(gate_up, self.up), gates, 1)  # as if the gate multiplied what the expert adds
-        shared = ops.product(gated_rows(ops.beside([gate_up[:, :size], up])), w.down, None, x)
-        return ops.experts(rows, self.experts, shared)
-
-
 class Qwen35Moe(Qwen35):
     """The decoder of Qwen3.5 and 3.6 with experts."""
 
@@ -56,6 +36,7 @@ class Qwen35Moe(Qwen35):
         **{f"{SHARED}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
         GATE: "ffn_gate_inp_shexp",
     }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Qwen35.gguf_keys, **Qwen3Moe.gguf_keys}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
@@ -67,15 +48,14 @@ class Qwen35Moe(Qwen35):
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().gguf_config(file, raw) | Qwen3Moe.gguf_config(file, raw)
+        found = super().gguf_config(file, raw)
         size = file.number("expert_shared_feed_forward_length", found["moe_intermediate_size"])
         return found | {"shared_expert_intermediate_size": size}
 
     @classmethod
     def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
-        parts = layer_shapes(config, at, ())
-        shared = {n.replace(".mlp.", f".{SHARED}."): s for n, s in parts.items() if ".mlp." in n}
-        return {**expert_shapes(moe(config), at), **shared, f"{at}.{GATE}.weight": (1, config.hidden_size)}
+        gate = {f"{at}.{GATE}.weight": (1, config.hidden_size)}
+        return {**expert_shapes(moe(config), at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
     def views(cls, config: ModelConfig) -> dict[str, View]:
@@ -89,13 +69,13 @@ class Qwen35Moe(Qwen35):
         return (*super().spare(config), *{view.tensor for view in views.values()})
 
     @classmethod
-    def read_mlp(cls, reader: WeightReader, at: str, name: str = SHARED) -> dict[str, Any]:
+    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
         size, device = reader.config.intermediate_size, reader.device
         columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
         experts = Qwen3Moe.read_experts(reader, moe(reader.config), at)
         gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
-        mixture = Mixture(experts, gate, columns, torch.zeros_like(columns))
-        return {**super().read_mlp(reader, at, name), "mixture": mixture}
+        shared = SharedGate(gate, columns, torch.zeros_like(columns))
+        return {**reader.mlp(f"{at}.{SHARED}"), "experts": experts, "shared": shared}
 
 
 def _mtp(config: ModelConfig) -> str:

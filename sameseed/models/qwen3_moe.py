@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from sameseed.batch import Batch
 from sameseed.errors import ConfigError
-from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
-from sameseed.models.layers import AttentionWeights, attend, run_layer
+from sameseed.models.layers import AttentionWeights
 from sameseed.models.llama import Llama
-from sameseed.ops import TILE, ExpertWeights, Ops, RowSource, Then, normed_rows, parted
+from sameseed.ops import TILE, ExpertWeights, parted
 from sameseed.scheme import QuantTensor
 
 if TYPE_CHECKING:
@@ -43,11 +41,6 @@ class MoeConfig(ModelConfig):
     distinct: tuple[tuple[float, float], ...] = ()
 
     @property
-    def num_parameters(self) -> int:
-        experts = self.num_experts * (3 * self.expert_size + 1) - 3 * self.intermediate_size
-        return super().num_parameters + (self.num_layers - len(self.dense_layers)) * self.hidden_size * experts
-
-    @property
     def row_parameters(self) -> int:
         return super().row_parameters - self._expert_parameters(self.num_experts - self.top_k)
 
@@ -70,14 +63,6 @@ class MoeConfig(ModelConfig):
         return 1 - self._expert_parameters(unread) / (self.num_parameters - looked_up)
 
 
-@dataclass(frozen=True)
-class MoeLayer(AttentionWeights):
-    """A layer whose MLP is a mixture of experts."""
-
-    experts: ExpertWeights
-    sinks: Tensor | None = None  # [H]: logits that join the softmax of attention
-
-
 class Qwen3Moe(Llama):
     """The decoder of Qwen3-MoE, and of families that differ in their parts."""
 
@@ -89,6 +74,11 @@ class Qwen3Moe(Llama):
         "mlp.experts.gate_proj": "ffn_gate_exps",
         "mlp.experts.up_proj": "ffn_up_exps",
         "mlp.experts.down_proj": "ffn_down_exps",
+    }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "num_experts": ("expert_count",),
+        "num_experts_per_tok": ("expert_used_count",),
+        "moe_intermediate_size": ("expert_feed_forward_length",),
     }
 
     @classmethod
@@ -120,22 +110,14 @@ class Qwen3Moe(Llama):
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
         layers = range(raw["num_hidden_layers"])
-        return {
-            "num_experts": file.number("expert_count"),
-            "num_experts_per_tok": file.number("expert_used_count"),
-            "moe_intermediate_size": file.number("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-            "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors],
-        }
+        dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
+        return super().gguf_config(file, raw) | {"norm_topk_prob": True, "mlp_only_layers": dense}
 
     @classmethod
     def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
         c, at = moe(config), f"model.layers.{layer}"
-        shapes = layer_shapes(c, at, cls.norms)
-        if layer in c.dense_layers:
-            return shapes
-        shapes = {n: shape for n, shape in shapes.items() if ".mlp." not in n}
-        return {**shapes, **expert_shapes(c, at, cls.router)}
+        mixture = None if layer in c.dense_layers else expert_shapes(c, at, cls.router)
+        return layer_shapes(c, at, cls.norms, feed_forward=mixture)
 
     @classmethod
     def views(cls, config: ModelConfig) -> dict[str, View]:
@@ -144,13 +126,11 @@ class Qwen3Moe(Llama):
         return {n: view for i in layers for n, view in expert_views(c, f"model.layers.{i}", cls.interleaved).items()}
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> Any:
+    def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
         c, at = moe(reader.config), f"model.layers.{layer}"
         if layer in c.dense_layers:
             return reader.layer(at)
-        name = f"{at}.self_attn.sinks"
-        sinks = reader.vector(name) if name in reader.shapes else None
-        return MoeLayer(**reader.attention(at), experts=cls.read_experts(reader, c, at, cls.router), sinks=sinks)
+        return AttentionWeights(**reader.attention(at), experts=cls.read_experts(reader, c, at, cls.router))
 
     @staticmethod
     def read_experts(reader: WeightReader, c: MoeConfig, at: str, router: str = "mlp.gate") -> ExpertWeights:
@@ -173,15 +153,6 @@ class Qwen3Moe(Llama):
             normalize=c.normalize,
             limit=c.limit,
         )
-
-    def _layer(
-        self, ops: Ops, i: int, rows: RowSource, x: Tensor, batch: Batch, cache: KVCache, then: Then | None
-    ) -> Tensor:
-        c, w, kv, window = self.config, self.weights.layers[i], cache.layers[i], self.config.windows[i]
-        if not isinstance(w, MoeLayer):
-            return run_layer(ops, c, w, rows, x, batch, kv, self.rope, window, then)
-        x = attend(ops, c, w, rows, x, batch, kv, self.rope, window, None, w.sinks)
-        return ops.experts(normed_rows(x, w.post_norm, c.rms_eps), w.experts, x)
 
 
 def expert_shapes(c: MoeConfig, at: str, router: str = Qwen3Moe.router) -> dict[str, tuple[int, ...]]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sameseed.models.config import ModelConfig, family
 from sameseed.models.decoder import Decoder
-from sameseed.models.weights import Progress, Shapes, expected_shapes, read_weights
+from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes, read_weights
 from sameseed.ops import Ops
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.scheme import QuantScheme
 
 NOISE = 4_194_301  # size of the one noise block that all weights are cut from; prime, so that rows rarely repeat
 FEW = NOISE // 16  # fewer values are cut from the noise first and scaled then
@@ -23,7 +23,7 @@ def _drawn(seed: int) -> Tensor:
     return torch.randn(NOISE, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(TensorSource):
     """A `TensorSource` of random weights: matrices are normal noise of variance 1/K, norms are ones, biases zeros."""
 
     def __init__(
@@ -47,21 +47,6 @@ class RandomCheckpoint:
     @cached_property
     def _noise(self) -> Tensor:
         return _drawn(self._seed).to(self._device)
-
-    def scheme(self, name: str) -> QuantScheme | None:
-        return None
-
-    def bits(self, name: str) -> float:
-        return self._dtype.itemsize * 8.0
-
-    def file_rows(self, name: str) -> None:
-        return None
-
-    def in_parts(self, name: str) -> bool:
-        return False
-
-    def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
-        raise NotImplementedError
 
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype

@@ -22,7 +22,7 @@ from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._memory import Arena
 from sameseed.models.config import ROUTERS, ModelConfig, family
-from sameseed.models.layers import LayerWeights, ModelWeights, rotary_columns
+from sameseed.models.layers import LayerWeights, ModelWeights, rotary_columns, rotary_order
 from sameseed.models.layouts.base import round_scheme, say_once
 from sameseed.ops import TILE, Ops, limit_threads, num_threads
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
@@ -35,25 +35,33 @@ WIDER = 16  # a GPU's chunks are this many times larger, because there the cost 
 
 
 class TensorSource(Protocol):
-    """A source of weights: a checkpoint, or random noise. Tensor names are those of `expected_shapes`."""
+    """A source of weights: a checkpoint, or random noise. Tensor names are those of `expected_shapes`.
+
+    Of floats alone, `dtype`, `tensor` and `rows` are enough.
+    """
 
     def scheme(self, name: str) -> QuantScheme | None:
         """The scheme that a matrix is stored in; None: plain floats."""
+        return None
 
     def bits(self, name: str) -> float:
         """Bits per weight of a matrix in the source, before it is read."""
+        return self.dtype(name).itemsize * 8.0
 
     def in_parts(self, name: str) -> bool:
         """Whether some rows of a matrix can be read without the others, by several threads at once."""
+        return False
 
     def stored(self, name: str, start: int = 0, stop: int | None = None) -> QuantTensor:
         """Rows start..stop-1 (None: all) of a matrix that has a scheme, as stored, in its format's plain layout.
 
         Rows can be chosen only where `in_parts` says so.
         """
+        raise NotImplementedError
 
     def file_rows(self, name: str) -> FileRows | None:
         """Where a matrix lies in a file, if it is there in blocks as ggml has them."""
+        return None
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor; for a matrix with a scheme, the type of the values that `rows` returns."""
@@ -254,33 +262,40 @@ class WeightReader:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
     def attention(self, at: str, first_norm: bool = True) -> dict[str, Any]:
-        """The fields of LayerWeights but those of its MLP; `first_norm` false: its input norm is left empty."""
-        c = self.config
-        qkv = [m for n in ("q", "k", "v", "qkv") if f"{(m := f'{at}.self_attn.{n}_proj')}.weight" in self.shapes]
-        o = f"{at}.self_attn.o_proj"
+        """The fields of AttentionWeights but its experts; `first_norm` false: its input norm is left empty."""
+        c, own = self.config, f"{at}.self_attn"
+        qkv = [m for n in ("q", "k", "v", "qkv") if f"{(m := f'{own}.{n}_proj')}.weight" in self.shapes]
+        turns = c.rope.rotary_dim
+        order = rotary_order(c.head_dim, turns).to(self.device) if turns else slice(None)  # of heads in `columns`
+        norms = [f"{own}.{n}_norm" for n in "qk"]
+        q_norm, k_norm = (self.norm(n)[order] if f"{n}.weight" in self.shapes else None for n in norms)
         return {
             "input_norm": self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
             "qkv": self.stack(qkv),
             "qkv_bias": self.biases(qkv, c.qkv_bias),
-            "q_norm": self.norm(f"{at}.self_attn.q_norm") if c.qk_norm else None,
-            "columns": rotary_columns(c).to(self.device) if c.rope.rotary_dim else None,
-            "k_norm": self.norm(f"{at}.self_attn.k_norm") if f"{at}.self_attn.k_norm.weight" in self.shapes else None,
-            "o": self.matrix(o),
-            "o_bias": self.biases([o], c.o_bias),
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "columns": rotary_columns(c).to(self.device) if turns or c.gated else None,
+            "sinks": self.vector(f"{own}.sinks") if f"{own}.sinks" in self.shapes else None,
+            "o": self.matrix(f"{own}.o_proj"),
+            "o_bias": self.biases([f"{own}.o_proj"], c.o_bias),
             "post_norm": self.norm(f"{at}.post_attention_layernorm"),
         }
 
     def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
         """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
-        c, down = self.config, f"{at}.mlp.down_proj"
-        gate_up = [m for n in ("gate", "up", "gate_up") if f"{(m := f'{at}.mlp.{n}_proj')}.weight" in self.shapes]
-        return LayerWeights(
-            **self.attention(at, first_norm),
-            gate_up=self.stack(gate_up),
-            gate_up_bias=self.biases(gate_up, c.mlp_bias),
-            down=self.matrix(down),
-            down_bias=self.biases([down], c.mlp_bias),
-        )
+        return LayerWeights(**self.attention(at, first_norm), **self.mlp(f"{at}.mlp"))
+
+    def mlp(self, at: str) -> dict[str, Any]:
+        """The fields of LayerWeights that are its MLP's."""
+        bias, down = self.config.mlp_bias, f"{at}.down_proj"
+        gate_up = [m for n in ("gate", "up", "gate_up") if f"{(m := f'{at}.{n}_proj')}.weight" in self.shapes]
+        return {
+            "gate_up": self.stack(gate_up),
+            "gate_up_bias": self.biases(gate_up, bias),
+            "down": self.matrix(down),
+            "down_bias": self.biases([down], bias),
+        }
 
     def matrix(self, module: str, spread: Spread = map) -> QuantTensor:
         return self._alike([module], self._scheme(module), spread)[0]

@@ -54,13 +54,16 @@ def _architecture(file: GGUFFile) -> str:
 def raw_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json of the file's model. Raises ModelLoadError for features that its family does not have."""
     meta, where, arch = file.metadata, file.path, _architecture(file)
-    get = partial(file.number, by_layer=family(GGUF_ARCHITECTURES[arch][0]).by_layer)
+    model = family(GGUF_ARCHITECTURES[arch][0])
+    get = partial(file.number, by_layer=model.by_layer)
     hidden, heads, dim = _sizes(file, arch)
     qkv_bias, o_bias = ("blk.0.attn_q.bias" in file.tensors), ("blk.0.attn_output.bias" in file.tensors)
     name, kind = GGUF_ARCHITECTURES[arch]
     if kind == "llama" and qkv_bias and not o_bias:
         name, kind = GGUF_ARCHITECTURES["qwen2"]  # a Llama with these biases equals Qwen2
     rope = {"rope_theta": float(get("rope.freq_base", 10000.0)), **_scaling(file, arch)}
+    if not model.rotates_all:
+        rope["partial_rotary_factor"] = get("rope.dimension_count", dim) / max(1, dim)
     raw: dict[str, Any] = {
         "architectures": [name],
         "model_type": kind,
@@ -83,7 +86,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         raw |= {"attention_bias": qkv_bias}
     if "blk.0.ffn_up.bias" in file.tensors:
         raw |= {"mlp_bias": True}
-    raw |= family(name).gguf_config(file, raw)
+    raw |= model.gguf_config(file, raw)
     rope |= _factors(file, parse_config(raw, where=str(where)))
     return raw
 

@@ -84,6 +84,11 @@ class GGUFFile(TensorFile):
             raise ModelLoadError(f"{self.path}: the key {key} must be a number, got {str(value)[:80]}")
         return value
 
+    def by_layer(self, name: str) -> list[Any]:
+        """The array in a key of the architecture, with an entry for each layer; empty where there is none."""
+        value = self.metadata.get(f"{self.metadata.get('general.architecture')}.{name}")
+        return value.tolist() if isinstance(value, np.ndarray) else []
+
     def factors(self, name: str, count: int) -> tuple[float, ...]:
         """The values of a vector of divisors of rotary frequencies. Raises ModelLoadError unless all are positive."""
         info = self.tensors.get(name)

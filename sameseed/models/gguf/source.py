@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.checkpoint import notice_rounded
+from sameseed.models.checkpoint import check_extra, notice_rounded
 from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, family
 from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import finite, round_scheme, rounded, say_once
+from sameseed.models.layouts.base import finite, round_scheme, rounded
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import BLOCKS, FileRows, QuantScheme, QuantTensor, get
 
@@ -92,14 +92,7 @@ class GGUFCheckpoint:
             n.removesuffix("weight") for n in (wanted.keys() | unread) & tensors.keys() if tensors[n].type == "NVFP4"
         ]
         scales = {f"{n}{kind}" for n in nvfp4 for kind in SCALES}
-        extra = sorted(tensors.keys() - wanted.keys() - unread - scales - {FACTORS})
-        if other := [n for n in extra if n.startswith(OTHER_PARTS)]:
-            say_once(f"{self.path.name}: {len(other)} tensors beside the language model (vision, audio) are left out")
-            extra = [n for n in extra if n not in other]
-        if extra:
-            raise ModelLoadError(
-                f"{self.path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); {config.architecture} has none"
-            )
+        check_extra(self.path, tensors.keys() - wanted.keys() - unread - scales - {FACTORS}, OTHER_PARTS, config)
         decoded = {}
         for name, shape in expected.items():
             whole, count = tensors[self._name(name)], wanted[self._name(name)] // self._parts(name)
