@@ -68,6 +68,31 @@ GGUF_ARCHITECTURES = {
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 
+_GEMMA = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+_QWEN35 = {"vocab_size": 248320, "num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768}
+_MINISTRAL = {"sliding_window": None, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+# Values of keys that a config.json may lack, by the beginning of the architecture. transformers leaves them out of the
+# config of a language model that is part of another, and leaves out that embeddings are tied where they usually are.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "Gemma3": {**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26, "sliding_window": 4096},
+    "Gemma4": {**_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512},
+    "Qwen3_5Moe": {**_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2},
+    "Qwen3_5": {
+        **_QWEN35, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    },
+    "Mistral3": _MINISTRAL,
+    "Ministral3": {**_MINISTRAL, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "SmolLM3": {"tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None},
+    "Phi3": {"rms_norm_eps": 1e-5, "sliding_window": None},
+    "GptOss": {"attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128},
+    "Lfm2": {"tie_word_embeddings": True, "rope_theta": 1e6},
+}  # fmt: skip
+
 WITH_FACTORS = ("SmolLM3ForCausalLM", "GraniteForCausalLM")  # Llamas that differ in more than flags of their layers
 MSCALES = ("mscale", "mscale_all_dim")
 LONGROPE = ("short_factor", "long_factor")
@@ -223,7 +248,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     architecture = _architecture(raw, where)
     if isinstance(text := raw.get("text_config"), dict):
         raw = {**raw, **text, **{k: raw[k] for k in OUTER if raw.get(k) is not None}}
-    return family(architecture).parse({**raw, "architectures": [architecture]}, where)
+    usual = next((values for name, values in DEFAULTS.items() if architecture.startswith(name)), {})
+    own = {key: value for key, value in raw.items() if value is not None or key not in usual}
+    return family(architecture).parse({**usual, **own, "architectures": [architecture]}, where)
 
 
 def family(architecture: str) -> type[Decoder]:
@@ -399,7 +426,8 @@ def whole_number(
 
 def positive_number(raw: Mapping[str, Any], name: str, default: float, where: str) -> float:
     """A number of a config file, `default` where it has none. Raises ModelLoadError unless it is above 0."""
-    value = raw.get(name, default)
+    value = raw.get(name)
+    value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise ModelLoadError(f"{where}: {name} must be a positive number, got {value!r}")
     return float(value)

@@ -163,8 +163,7 @@ class Gemma(Decoder):
             if raw.get(name) not in (None, False, "vision"):  # text is causal also where images are not
                 raise ModelLoadError(f"{where}: {name} is not supported; take a dense Gemma 3 or 4")
         fourth = str(raw["architectures"][0]).startswith("Gemma4")
-        defaults: dict[str, Any] = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU[0]}
-        raw = {**defaults, "sliding_window": 512 if fourth else 4096, **{k: v for k, v in raw.items() if v is not None}}
+        raw = {k: v for k, v in raw.items() if v is not None}
         raw["hidden_act"] = raw["hidden_activation"]
         raw["layer_types"] = kinds = _layer_types(raw)
         overrides = list((raw.get("per_layer_config") or {}).values())  # as newer files name the sizes of full layers

@@ -81,8 +81,7 @@ class Lfm2(Llama):
         own = {
             "intermediate_size": inner,
             "rms_norm_eps": raw.get("norm_eps", raw.get("rms_norm_eps", 1e-5)),
-            "rope_theta": raw.get("rope_theta", 1e6),
-            "tie_word_embeddings": raw.get("tie_embedding", raw.get("tie_word_embeddings", True)),
+            "tie_word_embeddings": raw.get("tie_embedding", raw["tie_word_embeddings"]),
             "sliding_window": None,
         }
         base = base_config({**raw, **own}, where, qk_norm=True)

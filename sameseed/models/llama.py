@@ -35,8 +35,6 @@ class Llama(Decoder):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         name = raw["architectures"][0]
-        if name.startswith(("Ministral3", "Mistral3")):
-            raw = {**raw, "sliding_window": raw.get("sliding_window")}
         base = base_config(raw, where, qkv_bias=name == "Qwen2ForCausalLM", qk_norm=name == "Qwen3ForCausalLM")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if rope.get("llama_4_scaling_beta"):  # queries further out would be scaled

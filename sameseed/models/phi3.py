@@ -34,7 +34,7 @@ class Phi3(Llama):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        base = base_config({**raw, "sliding_window": raw.get("sliding_window")}, where, rotates=1.0)
+        base = base_config(raw, where, rotates=1.0)
         return replace(base, windows=tuple(w if w and w < base.max_model_len else None for w in base.windows))
 
     @classmethod
