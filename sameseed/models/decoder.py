@@ -111,7 +111,7 @@ class Decoder(Runnable):
         return {name: file.number(*key) for name, key in cls.gguf_keys.items()}
 
     @classmethod
-    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by Hugging Face name."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
         for i in range(config.num_layers):
@@ -122,16 +122,16 @@ class Decoder(Runnable):
         return shapes
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+    def layer_shapes(cls, config: Any, layer: int) -> Shapes:
         return layer_shapes(config, f"model.layers.{layer}", cls.norms)
 
     @classmethod
-    def spare(cls, config: ModelConfig) -> Seq[str]:
+    def spare(cls, config: Any) -> Seq[str]:
         """Tensors that a checkpoint may hold and that are not read."""
         return ()
 
     @classmethod
-    def views(cls, config: ModelConfig) -> dict[str, View]:
+    def views(cls, config: Any) -> dict[str, View]:
         """Where a checkpoint may hold tensors of `shapes` that are stacked in others, by name."""
         return {}
 

@@ -118,6 +118,7 @@ class GemmaWeights(ModelWeights):
 class Gemma(Decoder):
     """The decoder of Gemma 3 and 4."""
 
+    config: GemmaConfig
     by_layer = True
     norms: ClassVar = (
         "input_layernorm",
@@ -233,8 +234,7 @@ class Gemma(Decoder):
     # --- weights ---
 
     @classmethod
-    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        assert isinstance(config, GemmaConfig)
+    def shapes(cls, config: GemmaConfig) -> dict[str, tuple[int, ...]]:
         shapes, width = super().shapes(config), config.num_layers * config.per_layer
         if width:
             shapes["model.embed_tokens_per_layer.weight"] = (config.per_layer_vocab, width)
@@ -243,8 +243,7 @@ class Gemma(Decoder):
         return shapes
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        assert isinstance(config, GemmaConfig)
+    def layer_shapes(cls, config: GemmaConfig, layer: int) -> Shapes:
         at, c = f"model.layers.{layer}", config.layers[layer]
         shapes = layer_shapes(c, at, cls.norms)
         if config.is_fourth:
@@ -257,9 +256,8 @@ class Gemma(Decoder):
         return {n: s for n, s in shapes.items() if n not in spare}
 
     @classmethod
-    def spare(cls, config: ModelConfig) -> list[str]:
+    def spare(cls, config: GemmaConfig) -> list[str]:
         """Keys and values of layers that read another layer's, and values where the keys are."""
-        assert isinstance(config, GemmaConfig)
         names = []
         for i, window in enumerate(config.windows):
             parts = ["v_proj"] if config.keys_are_values and window is None else []
@@ -282,7 +280,6 @@ class Gemma(Decoder):
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaLayer:
         at, c = f"model.layers.{layer}", reader.config
-        assert isinstance(c, GemmaConfig)
         weights = dict(vars(reader.layer(at)))
         attention_out = weights.pop("post_norm")
         more: dict[str, Any] = {}
@@ -316,7 +313,6 @@ class Gemma(Decoder):
             yield x
 
     def _logits(self, ops: Ops, rows: RowSource) -> Tensor:
-        assert isinstance(self.config, GemmaConfig)
         logits = super()._logits(ops, rows)
         return ops.softcap(logits, self.config.softcap) if self.config.softcap else logits
 
@@ -339,7 +335,7 @@ class Gemma(Decoder):
     def _attend(self, ops: Ops, i: int, w: GemmaLayer, x: Tensor, batch: Batch, caches: Seq[KVLayer]) -> Tensor:
         """x [T, C] plus what attention adds."""
         config = self.config
-        assert isinstance(config, GemmaConfig) and w.q_norm is not None
+        assert w.q_norm is not None
         c, kv, window = config.layers[i], caches[config.caches[i]], config.windows[i]
         width = c.num_heads * c.head_dim
         qkv = ops.product(normed_rows(x, w.input_norm, c.rms_eps), w.qkv, w.qkv_bias)
@@ -354,7 +350,7 @@ class Gemma(Decoder):
     def _layer_inputs(self, ops: Ops, batch: Batch, x: Tensor) -> list[Tensor]:
         """What each layer of an E model adds by token, [T, P] each."""
         c, w = self.config, self.weights
-        assert isinstance(c, GemmaConfig) and isinstance(w, GemmaWeights)
+        assert isinstance(w, GemmaWeights)
         if w.layer_embedding is None or w.layer_projection is None or w.layer_norm is None:
             return []
         own = ops.embedding(batch.token_ids, w.layer_embedding, math.sqrt(c.per_layer))  # [T, L P]

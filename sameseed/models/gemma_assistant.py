@@ -55,6 +55,8 @@ class AssistantWeights(GemmaWeights):
 class Assistant(Gemma):
     """An assistant; only `draft` runs it."""
 
+    config: AssistantConfig
+
     gguf_names: ClassVar = {
         **Gemma.gguf_names,
         "pre_projection": "nextn.pre_projection",
@@ -77,14 +79,13 @@ class Assistant(Gemma):
         return super().gguf_config(file, raw) | {"backbone_hidden_size": enter.shape[1] // 2 if enter else 0}
 
     @classmethod
-    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        assert isinstance(config, AssistantConfig)
+    def shapes(cls, config: Any) -> dict[str, tuple[int, ...]]:
         own, size = config.hidden_size, config.target_size
         ends = {"pre_projection.weight": (own, 2 * size), "post_projection.weight": (size, own)}
         return {**super().shapes(config), **ends}
 
     @classmethod
-    def spare(cls, config: ModelConfig) -> list[str]:
+    def spare(cls, config: Any) -> list[str]:
         """Also the clusters of tokens of small assistants: here all logits are computed."""
         clusters = ("centroids.weight", "ordering.weight", "token_ordering")
         return [*super().spare(config), *(f"masked_embedding.{name}" for name in clusters)]
@@ -103,7 +104,6 @@ class Assistant(Gemma):
     def check_target(self, target: Decoder) -> None:
         """Raises ConfigError for a target that this assistant was not made for."""
         c, t = self.config, target.config
-        assert isinstance(c, AssistantConfig)
         if not fits(c, t):
             raise ConfigError(
                 f"this assistant drafts for a Gemma 4 of hidden size {c.target_size} and {c.vocab_size} tokens, not "

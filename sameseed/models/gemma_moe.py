@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sameseed.models.config import ModelConfig, View, whole_number
+from sameseed.models.config import View, whole_number
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views
 from sameseed.ops import Ops, normed_rows
 
 if TYPE_CHECKING:
@@ -48,21 +48,20 @@ class GemmaMoe(Gemma):
         return GemmaMoeConfig(**vars(base), num_experts=count, top_k=top_k, expert_size=size)
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        c, at = moe(config), f"model.layers.{layer}"
+    def layer_shapes(cls, config: Any, layer: int) -> Shapes:
+        c, at = config, f"model.layers.{layer}"
         norms = {f"{at}.{name}.weight": (c.hidden_size,) for name in NORMS}
         scales = {f"{at}.router.scale": (c.hidden_size,), f"{at}.router.per_expert_scale": (c.num_experts,)}
         return {**super().layer_shapes(c, layer), **expert_shapes(c, at, "router.proj"), **norms, **scales}
 
     @classmethod
-    def views(cls, config: ModelConfig) -> dict[str, View]:
-        every = [expert_views(moe(config), f"model.layers.{i}") for i in range(config.num_layers)]
-        outside = [(n, v._replace(tensor=v.tensor.replace(".mlp.", "."))) for found in every for n, v in found.items()]
-        return dict(outside)
+    def views(cls, config: GemmaMoeConfig) -> dict[str, View]:
+        layers = [expert_views(config, f"model.layers.{i}") for i in range(config.num_layers)]
+        return {n: v._replace(tensor=v.tensor.replace(".mlp.", ".")) for views in layers for n, v in views.items()}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaMoeLayer:
-        c, at = moe(reader.config), f"model.layers.{layer}"
+        c, at = reader.config, f"model.layers.{layer}"
         factors = reader.vector(f"{at}.router.per_expert_scale")
         experts = Qwen3Moe.read_experts(reader, c, at, "router.proj")
         base = replace(super().read_layer(reader, layer), experts=replace(experts, act="gelu", factors=factors))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config
-from sameseed.models.qwen3_moe import Qwen3Moe, moe
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -48,8 +48,8 @@ class GptOss(Qwen3Moe):
         }
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        c, at = moe(config), f"model.layers.{layer}"
+    def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
+        c, at = config, f"model.layers.{layer}"
         shapes = {**super().layer_shapes(config, layer), f"{at}.self_attn.sinks": (c.num_heads,)}
         shapes[f"{at}.{cls.router}.bias"] = (c.num_experts,)
         for e in range(c.num_experts):

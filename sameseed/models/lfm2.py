@@ -105,8 +105,7 @@ class Lfm2(Llama):
         return more | {"block_auto_adjust_ff_dim": False}
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        assert isinstance(config, Lfm2Config)
+    def layer_shapes(cls, config: Lfm2Config, layer: int) -> Shapes:
         c, dim, wide, inner = config, config.head_dim, config.hidden_size, config.intermediate_size
         queries, keys = c.num_heads * dim, c.num_kv_heads * dim
         mixer: dict[str, tuple[int, ...]] = {
@@ -125,7 +124,6 @@ class Lfm2(Llama):
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> Lfm2Layer:
         c, at = reader.config, f"model.layers.{layer}"
-        assert isinstance(c, Lfm2Config)
         attention, conv = f"{at}.self_attn", f"{at}.conv"
         mixer: dict[str, Any] = (
             {

@@ -130,13 +130,11 @@ class Qwen35(Llama):
         return found
 
     @classmethod
-    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        assert isinstance(config, Qwen35Config)
+    def shapes(cls, config: Qwen35Config) -> dict[str, tuple[int, ...]]:
         return super().shapes(config) | (mtp_shapes(config) if config.reads_mtp else {})
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        assert isinstance(config, Qwen35Config)
+    def layer_shapes(cls, config: Qwen35Config, layer: int) -> Shapes:
         at = f"model.layers.{layer}"
         if layer not in config.recurrent:
             return layer_shapes(config, at, cls.norms, feed_forward=cls.mlp_shapes(config, at))
@@ -154,7 +152,7 @@ class Qwen35(Llama):
         }
 
     @classmethod
-    def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
+    def mlp_shapes(cls, config: Qwen35Config, at: str) -> Shapes:
         """Of the feed-forward network of the layer whose tensors' names begin with `at`."""
         return mlp_shapes(config, f"{at}.mlp")
 
@@ -164,15 +162,13 @@ class Qwen35(Llama):
         return reader.mlp(f"{at}.mlp")
 
     @classmethod
-    def spare(cls, config: ModelConfig) -> Seq[str]:
-        assert isinstance(config, Qwen35Config)
+    def spare(cls, config: Qwen35Config) -> Seq[str]:
         ends = [f"model.layers.{config.num_layers}.nextn.{name}.weight" for name in OWN_ENDS if config.in_gguf]
         return (*(() if config.reads_mtp else mtp_shapes(config)), *ends) if config.num_mtp else ()
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> Qwen35Layer:
         c, at = reader.config, f"model.layers.{layer}"
-        assert isinstance(c, Qwen35Config)
         if layer not in c.recurrent:
             return cls.read_attention(reader, at)
         linear = f"{at}.linear_attn"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from sameseed.models.config import ModelConfig, View, mlp_shapes, whole_number
+from sameseed.models.config import View, mlp_shapes, whole_number
 from sameseed.models.layers import SharedGate
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, moe
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
 from sameseed.scheme import QuantScheme
 
@@ -53,34 +53,28 @@ class Qwen35Moe(Qwen35):
         return found | {"shared_expert_intermediate_size": size}
 
     @classmethod
-    def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
         gate = {f"{at}.{GATE}.weight": (1, config.hidden_size)}
-        return {**expert_shapes(moe(config), at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
+        return {**expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
-    def views(cls, config: ModelConfig) -> dict[str, View]:
+    def views(cls, config: Qwen35MoeConfig) -> dict[str, View]:
         layers = [f"model.layers.{i}" for i in range(config.num_layers)]
-        return {n: v for at in (*layers, _mtp(config)) for n, v in expert_views(moe(config), at).items()}
+        return {n: v for at in (*layers, mtp_names(config)[-1]) for n, v in expert_views(config, at).items()}
 
     @classmethod
-    def spare(cls, config: ModelConfig) -> Seq[str]:
-        assert isinstance(config, Qwen35MoeConfig)
-        views = {} if config.in_gguf else expert_views(config, _mtp(config))
+    def spare(cls, config: Any) -> Seq[str]:
+        views = {} if config.in_gguf else expert_views(config, mtp_names(config)[-1])
         return (*super().spare(config), *{view.tensor for view in views.values()})
 
     @classmethod
     def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
         size, device = reader.config.intermediate_size, reader.device
         columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
-        experts = Qwen3Moe.read_experts(reader, moe(reader.config), at)
+        experts = Qwen3Moe.read_experts(reader, reader.config, at)
         gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
         shared = SharedGate(gate, columns, torch.zeros_like(columns))
         return {**reader.mlp(f"{at}.{SHARED}"), "experts": experts, "shared": shared}
-
-
-def _mtp(config: ModelConfig) -> str:
-    assert isinstance(config, Qwen35Config)
-    return mtp_names(config)[-1]
 
 
 MODEL = Qwen35Moe

@@ -114,20 +114,19 @@ class Qwen3Moe(Llama):
         return super().gguf_config(file, raw) | {"norm_topk_prob": True, "mlp_only_layers": dense}
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        c, at = moe(config), f"model.layers.{layer}"
+    def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
+        c, at = config, f"model.layers.{layer}"
         mixture = None if layer in c.dense_layers else expert_shapes(c, at, cls.router)
         return layer_shapes(c, at, cls.norms, feed_forward=mixture)
 
     @classmethod
-    def views(cls, config: ModelConfig) -> dict[str, View]:
-        c = moe(config)
-        layers = set(range(c.num_layers)) - c.dense_layers
-        return {n: view for i in layers for n, view in expert_views(c, f"model.layers.{i}", cls.interleaved).items()}
+    def views(cls, config: MoeConfig) -> dict[str, View]:
+        layers = [f"model.layers.{i}" for i in range(config.num_layers) if i not in config.dense_layers]
+        return {n: view for at in layers for n, view in expert_views(config, at, cls.interleaved).items()}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
-        c, at = moe(reader.config), f"model.layers.{layer}"
+        c, at = reader.config, f"model.layers.{layer}"
         if layer in c.dense_layers:
             return reader.layer(at)
         return AttentionWeights(**reader.attention(at), experts=cls.read_experts(reader, c, at, cls.router))
@@ -183,12 +182,6 @@ def expert_views(c: MoeConfig, at: str, interleaved: bool = False) -> dict[str, 
             if interleaved:
                 found[f"{one}.bias"] = View(f"{stacked}_bias", (c.num_experts, height), e, rows)
     return found
-
-
-def moe(config: ModelConfig) -> MoeConfig:
-    """The config of a model with experts."""
-    assert isinstance(config, MoeConfig)
-    return config
 
 
 def _stacked(reader: WeightReader, experts: Seq[Seq[str]]) -> tuple[QuantTensor, ...]:

@@ -57,7 +57,7 @@ class TensorSource(Protocol):
 
         Rows can be chosen only where `in_parts` says so.
         """
-        raise NotImplementedError
+        raise LookupError(f"{name} is stored in no scheme")
 
     def file_rows(self, name: str) -> FileRows | None:
         """Where a matrix lies in a file, if it is there in blocks as ggml has them."""
@@ -219,7 +219,8 @@ class WeightReader:
         progress: Progress | None,
         shapes: Shapes | None = None,
     ) -> None:
-        self.config, self.source, self.quant, self.device = config, source, quant, device
+        self.config: Any = config  # of the family's class
+        self.source, self.quant, self.device = source, quant, device
         self.encode, self.pack, self.read, self.has_kernel = ops.encode, ops.pack, ops.read, ops.has_kernel
         self.shapes = expected_shapes(config) if shapes is None else shapes
         self.progress = progress
@@ -256,7 +257,7 @@ class WeightReader:
 
     def norm(self, module: str) -> Tensor:
         """The weight of a norm as `rms_norm` takes it."""
-        return self.vector(f"{module}.weight") + self.config.norm_shift
+        return self.vector(f"{module}.weight") + float(self.config.norm_shift)
 
     def biases(self, names: Seq[str], present: bool) -> Tensor | None:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
