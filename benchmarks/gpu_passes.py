@@ -143,7 +143,7 @@ def forward_of(subject: TimedModel, job: Pass) -> Callable[[], object]:
         subject.seconds(job)
     finally:
         del model.run
-    return lambda: model.forward(batches[-1], runner.cache)
+    return lambda: model.run(batches[-1], runner.cache)
 
 
 @torch.inference_mode()

@@ -389,7 +389,7 @@ def whole_pass(model, token_ids, captures, kv_format="fp32"):
     state = (0, 0, len(token_ids)) if cache.states else None
     batch = build_batch([Rows(token_ids, 0, [], [], blocks, True, state=state)], 16)
     rows = torch.arange(len(token_ids), dtype=torch.int32)
-    return model.forward(replace(batch, logit_rows=rows), cache, captures)
+    return model.run(replace(batch, logit_rows=rows), cache, captures)[:2]
 
 
 def feed(runner, seq, count):

@@ -41,7 +41,7 @@ def _logits(model: Decoder, kv_format: str, tokens: Seq[int]) -> Floats:
     c, blocks = model.config, list(range(-(-len(tokens) // 16)))
     cache = KVCache(c.kv_shapes, len(blocks), 16, kv_format, str(model.device))
     batch = build_batch([Rows(list(tokens), 0, [], [], blocks, True)], 16, model.device)
-    row: Floats = model.forward(batch, cache)[0][0].double().cpu().numpy()
+    row: Floats = model.run(batch, cache)[0][0].double().cpu().numpy()
     return row
 
 

@@ -62,7 +62,7 @@ class _Paths:
             ]
             batch = build_batch(rows, runner.cache.block_size, runner.model.device)
             every = torch.arange(batch.num_rows, dtype=torch.int32, device=runner.model.device)
-            logits, _ = runner.model.forward(replace(batch, logit_rows=every), runner.cache)
+            logits, *_ = runner.model.run(replace(batch, logit_rows=every), runner.cache)
             at = 0 if not turn % 2 else batch.num_rows - size
             kept.append(logits[at : at + size].clone())
             for s, n in parts:

@@ -168,20 +168,15 @@ class Decoder(Runnable):
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run the rows of `batch`, and store their keys and values in the cache.
-
-        Returns logits float32 [R, V] of `batch.logit_rows`, and, if `captures` names layers, the outputs of these
-        layers for every row, side by side: float32 [T, len(captures) * C].
-        """
-        logits, hidden, _ = self.run(batch, cache, captures)
-        return logits, hidden
-
-    @torch.inference_mode()
     def run(
         self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`forward`, and the tokens int32 [R] drawn by `batch.draws`; None where the backend cannot draw."""
+        """Run the rows of `batch`, and store their keys and values in the cache.
+
+        Returns logits float32 [R, V] of `batch.logit_rows`; if `captures` names layers, the outputs of these layers for
+        every row, side by side: float32 [T, len(captures) * C]; and the tokens int32 [R] drawn by `batch.draws`, None
+        where the backend cannot draw.
+        """
         logits, hidden, chosen = self._pass(batch, cache, captures)
         if self.token_ids is not None:
             whole = logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf)

@@ -57,7 +57,7 @@ def test_a_bucket_serves_all_its_passes(kv, model, monkeypatch):
     made, ours = fake_graphs(monkeypatch), make_cache(model, kv)
     for batch, (logits, hidden, _) in zip(batches, wanted, strict=True):
         for _ in range(2):  # storing the same rows twice is allowed
-            got, kept = model.forward(batch, ours, (0,))
+            got, kept, _ = model.run(batch, ours, (0,))
             assert got.equal(logits) and kept.equal(hidden)
     assert len(made) == 3  # for 4 rows, with one, two and four sequences
     for a, b in zip(cache.layers, ours.layers, strict=True):
@@ -90,7 +90,7 @@ def test_drafts_and_graphs_change_nothing(method, temperature, how, tmp_path, mo
 
 def test_what_cannot_be_recorded_runs_op_by_op(model, monkeypatch, caplog):
     batch, calls = build_batch([Rows([5, 6], 0, [], [], [3], True)], 16), []
-    wanted = model.forward(batch, make_cache(model))[0]
+    wanted = model.run(batch, make_cache(model))[0]
 
     def refuses(job):
         calls.append(job)
@@ -99,7 +99,7 @@ def test_what_cannot_be_recorded_runs_op_by_op(model, monkeypatch, caplog):
     monkeypatch.setattr(graphs, "capture_for", lambda device: refuses)
     cache = make_cache(model)
     for _ in range(4):
-        assert model.forward(batch, cache)[0].equal(wanted)
+        assert model.run(batch, cache)[0].equal(wanted)
     assert len(calls) == 1 and "not permitted" in caplog.text
 
 

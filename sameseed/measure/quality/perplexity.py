@@ -106,7 +106,7 @@ def _run(runner: ModelRunner, parts: Seq[tuple[int, Sequence, range]]) -> Tensor
     # A pass computes at least one row of logits; if no row is wanted, the last row's logits are discarded.
     ask = torch.tensor(wanted or [at - 1], dtype=torch.int32, device=device)
     batch = build_batch(rows, runner.cache.block_size, device)
-    logits, _ = runner.model.forward(replace(batch, logit_rows=ask), runner.cache)
+    logits, *_ = runner.model.run(replace(batch, logit_rows=ask), runner.cache)
     for _, seq, scored in parts:
         seq.num_cached = seq.num_settled = scored.stop
     return logits

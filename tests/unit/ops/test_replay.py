@@ -55,7 +55,7 @@ def test_replay_gives_the_bits_of_direct_calls(model, format):
         captures = ((), (0,), (0, 1))[seed % 3]
         batch = make_batch(seed, model.config.vocab_size, num_seqs=1 + seed % 4, most_pending=20)
         wanted, wanted_hidden, _ = model._forward(model.ops, batch, direct, captures)
-        got, hidden = model.forward(batch, replayed, captures)
+        got, hidden, _ = model.run(batch, replayed, captures)
         assert got.equal(wanted)
         assert (hidden is None) == (wanted_hidden is None)
         if hidden is not None:
@@ -73,7 +73,7 @@ def test_a_pass_without_logits_leaves_the_next_one_whole(model):
     last = build_batch([Rows([4, 5], 3, [6], [-1], list(range(16)), True)], BLOCK)
     for batch in (last, chunk, last, chunk, chunk, last):
         wanted, *_ = model._forward(model.ops, batch, direct, ())
-        got, _ = model.forward(batch, replayed, ())
+        got, *_ = model.run(batch, replayed, ())
         assert got.shape == wanted.shape and got.equal(wanted)
     assert build_batch([Rows([1], 0, [], [], [0], False)], BLOCK).logit_rows.numel() == 0
 
@@ -84,7 +84,7 @@ def test_results_outlive_later_passes(model):
     kept = []
     for seed in range(6):
         batch = make_batch(seed, model.config.vocab_size)
-        logits, hidden = model.forward(batch, cache, (1,))
+        logits, hidden, _ = model.run(batch, cache, (1,))
         kept.append((logits, hidden, logits.clone(), hidden.clone()))
     assert all(logits.equal(copy) and hidden.equal(other) for logits, hidden, copy, other in kept)
 
@@ -94,13 +94,13 @@ def test_two_threads_share_a_model(model):
     """One thread replays while the other computes op by op: both get the bits that they get alone."""
     vocab = model.config.vocab_size
     batches = [make_batch(seed, vocab) for seed in range(4)]
-    wanted = [model.forward(b, make_cache(model))[0] for b in batches]
+    wanted = [model.run(b, make_cache(model))[0] for b in batches]
     faults = []
 
     def work(order):
         with torch.inference_mode():
             for i in order * 20:
-                if not model.forward(batches[i], make_cache(model))[0].equal(wanted[i]):
+                if not model.run(batches[i], make_cache(model))[0].equal(wanted[i]):
                     faults.append(i)
 
     threads = [threading.Thread(target=work, args=(order,)) for order in ([0, 1, 2, 3], [3, 1, 0, 2])]
@@ -118,11 +118,11 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
     monkeypatch.setattr(_replay.cache_ops, "KV_FORMATS", frozenset())
     batch = make_batch(0, model.config.vocab_size)
     with caplog.at_level("INFO", logger="sameseed.ops"):
-        got, _ = model.forward(batch, cache)
-        model.forward(batch, cache)
+        got, *_ = model.run(batch, cache)
+        model.run(batch, cache)
     assert sum("no plan replay" in r.message for r in caplog.records) == 1
     monkeypatch.undo()
-    torch.testing.assert_close(got, model.forward(batch, make_cache(model))[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, model.run(batch, make_cache(model))[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.long, lambda x: x.repeat_interleave(2)[::2]])
@@ -130,10 +130,10 @@ def test_what_has_no_kernel_runs_op_by_op(caplog, monkeypatch):
 def test_a_batch_in_other_types_runs_op_by_op(model, change, monkeypatch):
     """A plan reads contiguous int32 at bare addresses, so it must not be given anything else."""
     batch = make_batch(3, model.config.vocab_size)
-    wanted, _ = model.forward(batch, make_cache(model))
+    wanted, *_ = model.run(batch, make_cache(model))
     monkeypatch.setattr(_replay.Recorded, "run", lambda *_: pytest.fail("it was replayed"))
     odd = replace(batch, positions=change(batch.positions))
-    assert model.forward(odd, make_cache(model))[0].equal(wanted)
+    assert model.run(odd, make_cache(model))[0].equal(wanted)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -142,7 +142,7 @@ def test_a_model_and_its_plans_die_with_the_last_reference(backend):
     """No reference cycle: gigabytes of weights must not wait for the garbage collector."""
     tiny = tiny_model(backend)
     model = Llama(tiny.config, tiny.weights, tiny.ops)
-    model.forward(make_batch(0, model.config.vocab_size), make_cache(model))
+    model.run(make_batch(0, model.config.vocab_size), make_cache(model))
     alive = weakref.ref(model)
     gc.disable()
     try:
