@@ -20,7 +20,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
-from sameseed.models.safetensors_file import BITS, DTYPES, RAW, SafetensorsFile
+from sameseed.models.safetensors_file import BITS, DTYPES, RAW, Entry, SafetensorsFile
 from sameseed.models.weights import Shapes, TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -117,7 +117,7 @@ class Checkpoint(TensorSource):
         if name in self._stored:
             return torch.float32
         name = self._views[name].tensor if name in self._views else name
-        return DTYPES[self._files[name].entries[name].dtype]
+        return DTYPES[self._entry(name).dtype]
 
     def scheme(self, name: str) -> QuantScheme | None:
         stored = self._stored.get(name)
@@ -143,7 +143,7 @@ class Checkpoint(TensorSource):
             return get(value.format).decode(value) if isinstance(value, QuantTensor) else value
         if name in self._views:
             return self._viewed(name).clone()
-        entry = self._files[name].entries[name]
+        entry = self._entry(name)
         return self._finite(name, entry.begin, entry.end).view(entry.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -156,7 +156,7 @@ class Checkpoint(TensorSource):
             return value[start:stop].clone()
         if name in self._views:
             return self._viewed(name)[start:stop].clone()
-        entry = self._files[name].entries[name]
+        entry = self._entry(name)
         width = entry.shape[1] * BITS[entry.dtype] // 8  # bytes
         begin = entry.begin + start * width
         return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
@@ -164,11 +164,18 @@ class Checkpoint(TensorSource):
     def _viewed(self, name: str) -> Tensor:
         """A tensor inside a stacked one."""
         view = self._views[name]
-        entry = self._files[view.tensor].entries[view.tensor]
-        size = (entry.end - entry.begin) // view.shape[0]
-        begin = entry.begin + view.entry * size
-        value = self._finite(view.tensor, begin, begin + size).view(view.shape[1:])
+        entry = self._entry(view.tensor, view.entry)
+        value = self._finite(view.tensor, entry.begin, entry.end).view(entry.shape)
         return (value.T if view.transposed else value)[view.rows]
+
+    def _entry(self, name: str, index: int | None = None) -> Entry:
+        """Where a tensor lies in its file, or entry `index` of its first axis."""
+        entry = self._files[name].entries[name]
+        if index is None:
+            return entry
+        size = (entry.end - entry.begin) // entry.shape[0]
+        begin = entry.begin + index * size
+        return replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
 
     def _read(self, name: str) -> QuantTensor | Tensor:
         if self._recent is None or self._recent[0] != name:
@@ -191,15 +198,11 @@ class Checkpoint(TensorSource):
     # --- what layouts read (`Files`) ---
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        entry = self._files[name].entries[name]
+        entry = self._entry(name)
         return entry.dtype, entry.shape
 
     def raw(self, name: str, index: int | None = None) -> Tensor:
-        entry = self._files[name].entries[name]
-        if index is not None:
-            size = (entry.end - entry.begin) // entry.shape[0]
-            begin = entry.begin + index * size
-            entry = replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
+        entry = self._entry(name, index)
         dtype = RAW.get(entry.dtype)
         if dtype is None:
             raise ModelLoadError(f"{self.folder}: tensor {name} is {entry.dtype}, which no layout has")
@@ -208,7 +211,7 @@ class Checkpoint(TensorSource):
         return self._files[name].read(entry.begin, entry.end).view(dtype).view(entry.shape)
 
     def octets(self, name: str) -> Tensor:
-        entry = self._files[name].entries[name]
+        entry = self._entry(name)
         return self._files[name].read(entry.begin, entry.end)
 
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
@@ -276,7 +279,7 @@ class Checkpoint(TensorSource):
         check_extra(self.folder, extra, OTHER_PARTS, config)
         own = {n: shape for n, shape in expected.items() if n not in self._stored and n not in self._views}
         for name, shape in {**own, **{v.tensor: v.shape for v in self._views.values()}}.items():
-            entry = self._files[name].entries[name]
+            entry = self._entry(name)
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{self.folder}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"

@@ -280,24 +280,20 @@ class Gemma(Decoder):
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaLayer:
         at, c = f"model.layers.{layer}", reader.config
-        weights = dict(vars(reader.layer(at)))
-        attention_out = weights.pop("post_norm")
-        more: dict[str, Any] = {}
+        usual = vars(reader.layer(at))
+        own = {
+            "attention_out": usual["post_norm"],
+            "post_norm": reader.norm(f"{at}.pre_feedforward_layernorm"),
+            "feedforward_out": reader.norm(f"{at}.post_feedforward_layernorm"),
+        }
         if c.is_fourth:
-            if weights["k_norm"] is not None:
-                more["v_norm"] = torch.ones(c.layers[layer].head_dim, device=reader.device)
-            more["factor"] = float(reader.vector(f"{at}.layer_scalar"))
+            own["factor"] = float(reader.vector(f"{at}.layer_scalar"))
+            own["v_norm"] = None if usual["k_norm"] is None else torch.ones_like(usual["k_norm"])
         if c.per_layer:
-            more["input_gate"] = reader.matrix(f"{at}.per_layer_input_gate")
-            more["input_up"] = reader.matrix(f"{at}.per_layer_projection")
-            more["input_out"] = reader.norm(f"{at}.post_per_layer_input_norm")
-        return GemmaLayer(
-            **weights,
-            **more,
-            post_norm=reader.norm(f"{at}.pre_feedforward_layernorm"),
-            attention_out=attention_out,
-            feedforward_out=reader.norm(f"{at}.post_feedforward_layernorm"),
-        )
+            own["input_gate"] = reader.matrix(f"{at}.per_layer_input_gate")
+            own["input_up"] = reader.matrix(f"{at}.per_layer_projection")
+            own["input_out"] = reader.norm(f"{at}.post_per_layer_input_norm")
+        return GemmaLayer(**{**usual, **own})
 
     # --- a pass ---
 

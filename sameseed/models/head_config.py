@@ -92,23 +92,27 @@ class HeadConfig:
 
         `layer`: the name of the decoder layer, "midlayer" (EAGLE-3) or "layers.0" (EAGLE-1, speculators).
         """
+        c, hidden, reads_layers = self.layer, self.layer.hidden_size, self.kind != "eagle"
+        wide = self.num_captures * self.target_hidden_size if reads_layers else 2 * hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed_tokens.weight": (c.vocab_size, hidden),
+            "fc.weight": (hidden, wide),
+        }
+        shapes |= self._layers(layer, wide)
+        shapes |= {"norm.weight": (hidden,), "d2t": (self.draft_vocab_size,)} if reads_layers else {}
+        return {**shapes, "lm_head.weight": (self.draft_vocab_size, hidden)}
+
+    def _layers(self, layer: str, wide: int) -> dict[str, tuple[int, ...]]:
+        """`tensors` between the ends; `wide`: values that fc reads."""
         c, third = self.layer, self.kind == "eagle3"
-        hidden, wide = c.hidden_size, self.num_captures * self.target_hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
-        shapes["fc.weight"] = (hidden, wide if third else 2 * hidden)
-        if not third:
-            shapes["fc.bias"] = (hidden,)
+        shapes: dict[str, tuple[int, ...]] = {} if third else {"fc.bias": (c.hidden_size,)}
         if self.norm_before_fc:
             shapes["input_norm.weight"] = (wide,)
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (self.target_hidden_size,) for i in range(self.num_captures)}
         norms = ("input_layernorm", "hidden_norm") if third else ()
-        shapes |= layer_shapes(c, layer, (*norms, "post_attention_layernorm"), 2 * hidden if third else hidden)
-        if third:
-            shapes["norm.weight"] = (hidden,)
-            shapes["d2t"] = (self.draft_vocab_size,)
-        shapes["lm_head.weight"] = (self.draft_vocab_size, hidden)
-        return shapes
+        width = 2 * c.hidden_size if third else c.hidden_size
+        return shapes | layer_shapes(c, layer, (*norms, "post_attention_layernorm"), width)
 
 
 @dataclass(frozen=True)
@@ -130,19 +134,15 @@ class BlockConfig(HeadConfig):
         """The number of tokens that the head was trained to draft."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
-    def tensors(self, layer: str = "") -> dict[str, tuple[int, ...]]:
-        c, hidden = self.layer, self.layer.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, hidden)}
-        shapes["fc.weight"] = (hidden, self.num_captures * self.target_hidden_size)
-        shapes["hidden_norm.weight"] = (hidden,)
+    def _layers(self, layer: str, wide: int) -> dict[str, tuple[int, ...]]:
+        c = self.layer
+        shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (c.hidden_size,)}
         for i in range(c.num_layers):
             shapes |= layer_shapes(c, f"layers.{i}", ("input_layernorm", "post_attention_layernorm"))
-        shapes["norm.weight"] = (hidden,)
         if self.markov_rank:
             shapes["markov_head.markov_w1.weight"] = (c.vocab_size, self.markov_rank)
             shapes["markov_head.markov_w2.weight"] = (self.draft_vocab_size, self.markov_rank)
-        shapes["d2t"] = (self.draft_vocab_size,)
-        return {**shapes, "lm_head.weight": (self.draft_vocab_size, hidden)}
+        return shapes
 
 
 def is_head(folder: Path) -> bool:
