@@ -174,7 +174,8 @@ class ModelConfig:
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and head size of each layer of the KV cache; a layer that owns no cache has no entry."""
-        return ((self.num_kv_heads, self.head_dim),) * (self.num_layers - len(self.recurrent))
+        own = (self.num_kv_heads, self.head_dim)
+        return tuple(own for i in range(self.num_layers) if i not in self.recurrent)
 
     @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:

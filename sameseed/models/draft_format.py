@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
 from sameseed.models.eagle_loader import open_head
 from sameseed.models.head_config import is_head
-from sameseed.models.loader import open_checkpoint, read_config
+from sameseed.models.loader import open_model
 from sameseed.models.weights import (
     Shapes,
     TensorSource,
@@ -27,15 +26,6 @@ from sameseed.scheme import BLOCKS, DENSE, KQUANTS, QuantScheme, get
 BESIDE_DENSE = QuantScheme.parse("w8a8")  # for drafts of dense targets on a CPU: half the bytes, equally good guesses
 
 
-@contextmanager
-def checked(folder: Path) -> Iterator[tuple[ModelConfig, TensorSource]]:
-    """The config and the checked tensors of a model. Raises ConfigError or ModelLoadError."""
-    config = read_config(folder)
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(config)
-        yield config, checkpoint
-
-
 def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "cpu") -> QuantScheme:
     """The default scheme of a draft model or head: that of its target. Reads headers only.
 
@@ -44,14 +34,14 @@ def draft_scheme(draft: Path, target: Path, quant: QuantScheme, device: str = "c
     quantized already keeps its format ("auto").
     Raises ConfigError or ModelLoadError for folders that hold no such model.
     """
-    with checked(target) as (config, checkpoint):
+    with open_model(target) as (config, checkpoint):
         own = few_bits(resolve_scheme(config, checkpoint, quant, usual(config)), device)
     if own.weights == "auto" or (own == BESIDE_DENSE and draft.resolve() == target.resolve()):
         return QuantScheme()  # the target was named as its own draft: a mistake that is reported elsewhere
     if is_head(draft):
         with open_head(draft) as (head, files, shapes, _):
             return following(own, head.layer, files, shapes)
-    with checked(draft) as (config, checkpoint):
+    with open_model(draft) as (config, checkpoint):
         return following(own, config, checkpoint)
 
 
@@ -89,7 +79,7 @@ def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
     Both schemes are resolved with the checkpoint first, so their spelling does not matter. Reads headers only. Raises
     ConfigError.
     """
-    with checked(folder) as (config, checkpoint):
+    with open_model(folder) as (config, checkpoint):
         for each in (quant, than):
             check_rules(config, each)
         shapes = [(name, shape) for name, shape in expected_shapes(config).items() if len(shape) == 2]
@@ -99,7 +89,7 @@ def is_smaller(folder: Path, quant: QuantScheme, than: QuantScheme) -> bool:
 
 def is_nested(folder: Path, quant: QuantScheme) -> bool:
     """Whether the model in `folder`, stored by `quant`, has matrices that contain 4-bit ones. Reads headers only."""
-    with checked(folder) as (config, checkpoint):
+    with open_model(folder) as (config, checkpoint):
         modules = [n.removesuffix(".weight") for n, shape in expected_shapes(config).items() if len(shape) == 2]
         found = (resolve_scheme(config, checkpoint, quant, module) for module in modules)
         # "auto" remains only where the checkpoint's dense numbers stay, and those contain no 4-bit matrix

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sameseed import hub, registry
@@ -17,7 +18,7 @@ from sameseed.models.gguf.header import MAGIC, GGUFFile
 from sameseed.models.gguf.source import GGUFCheckpoint
 from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 from sameseed.models.layouts.base import say_once
-from sameseed.models.weights import Progress, read_weights, rounds
+from sameseed.models.weights import Progress, TensorSource, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get
 from sameseed.special import end_tokens, special_tokens
@@ -96,6 +97,15 @@ def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
     return GGUFCheckpoint(path)
 
 
+@contextmanager
+def open_model(path: Path) -> Iterator[tuple[ModelConfig, TensorSource]]:
+    """The config and the checked tensors of a folder or GGUF file. Raises ModelLoadError."""
+    config = read_config(path)
+    with open_checkpoint(path) as source:
+        source.check(config)
+        yield config, source
+
+
 def target_scheme(format: str, path: Path) -> QuantScheme:
     """The scheme that `format` means for a target in a folder or GGUF file: with a head of 8 bits or more.
 
@@ -105,9 +115,7 @@ def target_scheme(format: str, path: Path) -> QuantScheme:
     quant = QuantScheme.parse(format)
     if quant.weights == "auto" or get(quant.weights).bits >= 8 or (path / "twin.json").exists():
         return quant
-    with open_checkpoint(path) as source:
-        config = read_config(path)
-        source.check(config)
+    with open_model(path) as (config, source):
         if rounds(config, source, quant) and not path.is_relative_to(ASSETS):
             say_once(
                 f"{quant.name} rounds to fewer bits than the file has: {_losses.likely(quant)}; "
@@ -144,12 +152,10 @@ def load_model(
     Raises ModelLoadError naming the tensor that is missing, extra, of the wrong shape or not finite.
     `progress(done, total)` counts values.
     """
-    config = read_config(folder)
     if (folder / "adapter_config.json").is_file():
         say_once(f"{folder.name}: the adapter beside the model is not applied; merge it into the weights first")
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.check(config)
-        weights = read_weights(config, checkpoint, quant or QuantScheme(), ops, device, progress)
+    with open_model(folder) as (config, source):
+        weights = read_weights(config, source, quant or QuantScheme(), ops, device, progress)
     return family(config.architecture)(config, weights, ops, max_model_len)
 
 

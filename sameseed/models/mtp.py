@@ -21,7 +21,7 @@ from sameseed.models.config import MTP_BESIDE
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import run_layer
-from sameseed.models.loader import open_checkpoint, read_config
+from sameseed.models.loader import open_checkpoint, open_model, read_config
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, member, mtp_names, mtp_shapes
 from sameseed.models.weights import Progress, TensorSource, WeightReader, dense_format, expected_shapes, weight_bytes
 from sameseed.ops import Ops, normed_rows, plain_rows
@@ -89,9 +89,7 @@ def mtp_bytes(folder: Path, quant: QuantScheme, target: Path) -> tuple[Qwen35Con
     """The config of the block's layer, bytes of its weights, and its dense format: that of `target`."""
     with open_block(folder) as (source, config, layer):
         size = weight_bytes(layer, source, quant, mtp_shapes(config))
-    own = read_config(target)
-    with open_checkpoint(target) as source:
-        source.check(own)
+    with open_model(target) as (own, source):
         return layer, size, dense_format(source, quant, expected_shapes(own))
 
 
