@@ -73,17 +73,22 @@ _GEMMA = {
     "max_position_embeddings": 131072, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
-_QWEN35 = {"vocab_size": 248320, "num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768}
+_QWEN35 = {
+    "vocab_size": 248320, "num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 _MINISTRAL = {"sliding_window": None, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 # Values of keys that a config.json may lack, by the beginning of the architecture. transformers leaves them out of the
 # config of a language model that is part of another, and leaves out that embeddings are tied where they usually are.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Gemma3": {**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26, "sliding_window": 4096},
     "Gemma4": {**_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512},
-    "Qwen3_5Moe": {**_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2},
+    "Qwen3_5Moe": {
+        **_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
     "Qwen3_5": {
         **_QWEN35, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     },
     "Mistral3": _MINISTRAL,
     "Ministral3": {**_MINISTRAL, "head_dim": 128, "rms_norm_eps": 1e-5},

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sameseed.models.config import View, whole_number
+from sameseed.models.config import View
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
 from sameseed.ops import Ops, normed_rows
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ class GemmaMoe(Gemma):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> GemmaConfig:
         base = super().parse({**raw, "architectures": ["Gemma4MoeForCausalLM"]}, where)
-        whole = partial(whole_number, raw, where)
-        count = whole("num_experts", most=1 << 16)
-        top_k, size = whole("top_k_experts", most=count), whole("moe_intermediate_size")
-        return GemmaMoeConfig(**vars(base), num_experts=count, top_k=top_k, expert_size=size)
+        return with_experts(GemmaMoeConfig, base, raw, where)
 
     @classmethod
     def layer_shapes(cls, config: Any, layer: int) -> Shapes:

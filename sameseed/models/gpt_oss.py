@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, with_experts
 
 if TYPE_CHECKING:
     from sameseed.models.gguf.header import GGUFFile
@@ -35,9 +35,8 @@ class GptOss(Qwen3Moe):
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         if raw.get("swiglu_alpha", 1.702) != 1.702:
             raise ModelLoadError(f"{where}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported; only 1.702 is")
-        base = base_config(raw, where)
         limit = float(raw.get("swiglu_limit", 7.0))
-        return cls.mixture(base, raw, where, base.intermediate_size, normalize=True, limit=limit)
+        return with_experts(MoeConfig, base_config(raw, where), raw, where, "intermediate_size", limit=limit)
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from sameseed.models.config import View, mlp_shapes, whole_number
 from sameseed.models.layers import SharedGate
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views
+from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
 from sameseed.scheme import QuantScheme
 
@@ -40,11 +39,9 @@ class Qwen35Moe(Qwen35):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
-        whole = partial(whole_number, raw, where)
-        base = super().parse({**raw, "intermediate_size": whole("shared_expert_intermediate_size", 512)}, where)
-        count = whole("num_experts", 256, most=1 << 16)
-        top_k, size = whole("num_experts_per_tok", 8, most=count), whole("moe_intermediate_size", 512)
-        return Qwen35MoeConfig(**vars(base), num_experts=count, top_k=top_k, expert_size=size)
+        shared = whole_number(raw, where, "shared_expert_intermediate_size")
+        base = super().parse({**raw, "intermediate_size": shared}, where)
+        return with_experts(Qwen35MoeConfig, base, raw, where)
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -63,6 +63,25 @@ class MoeConfig(ModelConfig):
         return 1 - self._expert_parameters(unread) / (self.num_parameters - looked_up)
 
 
+C = TypeVar("C", bound=MoeConfig)
+
+
+def with_experts(
+    kind: type[C],
+    base: ModelConfig,
+    raw: Mapping[str, Any],
+    where: str,
+    size: str = "moe_intermediate_size",
+    **more: Any,
+) -> C:
+    """The config with the experts that config.json describes; `size`: the key of their width. Raises ModelLoadError."""
+    counted = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    taken = "top_k_experts" if "top_k_experts" in raw else "num_experts_per_tok"
+    count = whole_number(raw, where, counted, most=1 << 16)
+    top_k, width = whole_number(raw, where, taken, most=count), whole_number(raw, where, size)
+    return kind(**vars(base), num_experts=count, top_k=top_k, expert_size=width, **more)
+
+
 class Qwen3Moe(Llama):
     """The decoder of Qwen3-MoE, and of families that differ in their parts."""
 
@@ -87,25 +106,8 @@ class Qwen3Moe(Llama):
         whole = partial(whole_number, raw, where)
         only, step = raw.get("mlp_only_layers") or (), whole("decoder_sparse_step", 1)
         dense = {i for i in range(base.num_layers) if i in only or (i + 1) % step}
-        return cls.mixture(base, raw, where, whole("moe_intermediate_size"), frozenset(dense))
-
-    @classmethod
-    def mixture(
-        cls,
-        base: ModelConfig,
-        raw: Mapping[str, Any],
-        where: str,
-        expert_size: int,
-        dense: frozenset[int] = frozenset(),
-        **more: Any,
-    ) -> MoeConfig:
-        name = "num_local_experts" if "num_local_experts" in raw else "num_experts"
-        count = whole_number(raw, where, name, most=1 << 16)
-        top_k = whole_number(raw, where, "num_experts_per_tok", most=count)
-        more = {"normalize": bool(raw.get("norm_topk_prob", False)), **more}
-        return MoeConfig(
-            **vars(base), num_experts=count, top_k=top_k, expert_size=expert_size, dense_layers=dense, **more
-        )
+        normalize = bool(raw.get("norm_topk_prob", False))
+        return with_experts(MoeConfig, base, raw, where, normalize=normalize, dense_layers=frozenset(dense))
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
