@@ -18,9 +18,10 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
 from sameseed.models.config import family, parse_config
 from sameseed.models.decoder import Decoder
+from sameseed.models.layers import rope_table
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
-from sameseed.models.weights import expected_shapes, read_weights
+from sameseed.models.weights import TensorSource, expected_shapes, read_weights
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
@@ -108,17 +109,11 @@ def _window_everywhere(model):
     model.config = replace(model.config, windows=(window,) * model.config.num_layers)
 
 
-def _plain_rope(model):
-    from sameseed.models.layers import rope_table
+def _rope(**changes):
+    def without(model):
+        model.rope = rope_table(replace(model.config.rope, **changes), model.config.head_dim, model.max_model_len)
 
-    model.rope = rope_table(replace(model.config.rope, kind="default"), model.config.head_dim, model.max_model_len)
-
-
-def _short_rope(model):
-    from sameseed.models.layers import rope_table
-
-    rope = replace(model.config.rope, long_factors=())
-    model.rope = rope_table(rope, model.config.head_dim, model.max_model_len)
+    return without
 
 
 def _one_tap(model):
@@ -145,17 +140,17 @@ VARIANTS = {
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "num_key_value_heads": 1},
     ),
-    "llama3.1": Variant("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}, length=150, without=_plain_rope),
+    "llama3.1": Variant("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}, length=96, without=_rope(kind="default")),
     "llama3.2": Variant(
         "LlamaForCausalLM",
         {"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True, "head_dim": 16},
         length=100,
-        without=_plain_rope,
+        without=_rope(kind="default"),
     ),
     "llama-linear": Variant(
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-        without=_plain_rope,
+        without=_rope(kind="default"),
     ),
     "llama-biases": Variant(
         "LlamaForCausalLM",
@@ -198,7 +193,7 @@ VARIANTS = {
             },
         },
         length=60,
-        without=_plain_rope,
+        without=_rope(kind="default"),
     ),
     "phi4-mini": Variant(
         "Phi3ForCausalLM",
@@ -210,7 +205,7 @@ VARIANTS = {
             },
         },
         length=100,
-        without=_short_rope,
+        without=_rope(long_factors=()),
     ),
     "lfm2": Variant(
         "Lfm2ForCausalLM",
@@ -332,8 +327,7 @@ def oracle(folder):
 @torch.inference_mode()
 def oracle_logits(folder, token_ids):
     """Logits [T, V] of every position by `transformers`."""
-    logits = oracle(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
-    return logits
+    return oracle(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
 
 
 def load(folder, backend="reference", weights="auto"):
@@ -400,7 +394,7 @@ def feed(runner, seq, count):
     return out.logits
 
 
-class Stored:
+class Stored(TensorSource):
     """A weight source in memory; the matrices of the modules in `schemes` are stored in codes."""
 
     def __init__(self, tensors, schemes=None):
@@ -410,15 +404,6 @@ class Stored:
 
     def scheme(self, name):
         return self.schemes.get(name)
-
-    def bits(self, name):
-        raise NotImplementedError
-
-    def file_rows(self, name):
-        return None
-
-    def in_parts(self, name):
-        return False
 
     def stored(self, name, start=0, stop=None):
         return self.schemes[name].encode(self.tensors[name])
