@@ -134,6 +134,21 @@ def _drop(*names):
     return without
 
 
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.5,
+    "rms_norm_eps": 1e-2,
+}
+GRANITE4 = {
+    **GRANITE,
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 72,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 8,
+}
 VARIANTS = {
     "llama2": Variant("LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama3": Variant(
@@ -176,12 +191,10 @@ VARIANTS = {
         "Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}, without=_drop("qkv_bias", "o_bias")
     ),
     "smollm3": Variant("SmolLM3ForCausalLM", {"num_hidden_layers": 5, "pad_token_id": 0}, without=_all_rotate),
-    "granite": Variant(
-        "GraniteForCausalLM",
-        {
-            "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 2.5,
-            "rms_norm_eps": 1e-2,
-        },
+    "granite": Variant("GraniteForCausalLM", GRANITE),
+    "granite4": Variant("GraniteMoeHybridForCausalLM", GRANITE4),
+    "granite4-still": Variant(
+        "GraniteMoeHybridForCausalLM", {**GRANITE4, "position_embedding_type": None}, without=_all_rotate
     ),
     "ministral3": Variant(
         "Ministral3ForCausalLM",

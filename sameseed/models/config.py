@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
     "SmolLM3ForCausalLM": "llama",
     "GraniteForCausalLM": "llama",
+    "GraniteMoeHybridForCausalLM": "granite4",
     "Ministral3ForCausalLM": "llama",
     "Mistral3ForConditionalGeneration": "llama",
     "Phi3ForCausalLM": "phi3",

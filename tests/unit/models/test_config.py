@@ -126,6 +126,8 @@ REFUSED = [
         )
     ),
     ({**VARIANTS["lfm2"].raw, "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM"),
+    ({**VARIANTS["granite4"].raw, "num_local_experts": 8}, "Granite 4"),
+    ({**VARIANTS["granite4"].raw, "layer_types": ["mamba", "attention", "attention"]}, "Granite 4"),
     ({"rope_scaling": {"type": "su"}}, "short_factor"),
 ]
 

@@ -1,0 +1,54 @@
+"""Granite 4 without state-space layers and experts: Granite with an MLP whose gate and up are one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sameseed.errors import ModelLoadError
+from sameseed.models.config import ModelConfig
+from sameseed.models.layers import LayerWeights
+from sameseed.models.llama import Llama
+
+if TYPE_CHECKING:
+    from sameseed.models.weights import Shapes, WeightReader
+
+ATTENTION = ("attention", "full_attention")  # in layer_types; the newer name is transformers 5's
+
+
+class Granite4(Llama):
+    """The decoder of dense Granite 4."""
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        kinds, turns = raw.get("layer_types"), raw.get("position_embedding_type")
+        if (
+            raw.get("num_local_experts", 8)
+            or not isinstance(kinds, list)
+            or any(kind not in ATTENTION for kind in kinds)
+        ):
+            raise ModelLoadError(
+                f"{where}: of Granite 4 only dense models load, whose layers are all attention (350M, 1B, micro); "
+                "take one of them"
+            )
+        inner = raw.get("shared_intermediate_size", 1024)
+        base = super().parse({**raw, "architectures": ["GraniteForCausalLM"], "intermediate_size": inner}, where)
+        still = frozenset() if turns == "rope" else frozenset(range(base.num_layers))
+        return replace(base, architecture=raw["architectures"][0], still_layers=still)
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
+        mlp, wide, inner = f"model.layers.{layer}.shared_mlp", config.hidden_size, config.intermediate_size
+        usual = {name: shape for name, shape in super().layer_shapes(config, layer).items() if ".mlp." not in name}
+        fused = {f"{mlp}.input_linear.weight": (2 * inner, wide), f"{mlp}.output_linear.weight": (wide, inner)}
+        return {**usual, **fused}
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
+        at = f"model.layers.{layer}"
+        gate_up, down = (reader.matrix(f"{at}.shared_mlp.{name}_linear") for name in ("input", "output"))
+        return LayerWeights(**reader.attention(at), gate_up=gate_up, down=down)
+
+
+MODEL = Granite4
