@@ -135,29 +135,39 @@ def derive(records: Records) -> list[Row]:
 
 
 def findings(rows: list[Row]) -> list[str]:
-    """The fastest setting, what speculation gains by format, and the price of exactness."""
-    drafted = matching(rows, {"drafted": True})
-    if not drafted:
-        return []
-    best = max(drafted, key=lambda r: float(r["tokens_per_s"]))
-    total = best.get("over_bf16")
-    said = [
-        f"The fastest: target {best['bits']}, draft {best['draft_bits']}, k = {best['num_draft_tokens']}, "
-        f"{best['how']}: {best['tokens_per_s']:.0f} tokens/s. That is {best['speedup']:.2f} times plain decoding in "
-        "its own format"
-        + (f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times)." if total else ".")
-    ]
-    every = dict.fromkeys(str(row["bits"]) for row in drafted)
-    gains = {bits: max(r["speedup"] for r in matching(drafted, {"bits": bits})) for bits in every}
-    known = ", ".join(f"{gain:.2f} in {bits}" for bits, gain in gains.items())
-    said.append(f"What speculation gains over its own format, at best: {known}.")
+    """The fastest setting, what speculation gains by format, the price of exactness, and quality by format."""
+    said: list[str] = []
+    if drafted := matching(rows, {"drafted": True}):
+        best = max(drafted, key=lambda r: float(r["tokens_per_s"]))
+        total = best.get("over_bf16")
+        said.append(
+            f"The fastest: target {best['bits']}, draft {best['draft_bits']}, k = {best['num_draft_tokens']}, "
+            f"{best['how']}: {best['tokens_per_s']:.0f} tokens/s. That is {best['speedup']:.2f} times plain decoding "
+            "in its own format"
+            + (f", and {total:.2f} times one plain bf16 baseline (published best: 1.35 times)." if total else ".")
+        )
+        every = dict.fromkeys(str(row["bits"]) for row in drafted)
+        gains = {bits: max(r["speedup"] for r in matching(drafted, {"bits": bits})) for bits in every}
+        known = ", ".join(f"{gain:.2f} in {bits}" for bits, gain in gains.items())
+        said.append(f"What speculation gains over its own format, at best: {known}.")
     for row in [r for r in drafted if r["coupled"] is not None and r["how"] == "sampled"][:1]:
         said.append(
             f"The price of exactness: sampled, coupled sampling accepts {row['coupled']:.1%} of "
             f"{row['price']['positions']} tokens; min(1, p/q), which does not keep the text, would accept "
             f"{row['min_pq']:.1%} on the same positions."
         )
-    return said
+    for how in ("greedy", "sampled"):
+        solved = matching(rows, {"task": HUMANEVAL, "how": how})
+        each = ", ".join(
+            f"{r['bits']} {r['solved']:.0%} ({r['solved_each'][0]:.0%} to {r['solved_each'][1]:.0%})" for r in solved
+        )
+        said += (
+            [f"{solved[0]['count']} problems of HumanEval, {how}, solved: {each}."]
+            if any(r["solved"] for r in solved)
+            else []
+        )
+    lost = ", ".join(f"{r['bits']} {r['lost']:.3f}" for r in rows if "lost" in r)
+    return [*said, f"Perplexity over bf16's: {lost}."] if lost else said
 
 
 def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
