@@ -152,7 +152,7 @@ def parse(
             raise ConfigError(f"{flag(f.name)} is empty; give at least one value")
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
-    return Parsed(read.command, _engine(flags, getattr(read.command, "engine", "")), params)
+    return Parsed(read.command, _engine(flags, given.get("draft_options"), getattr(read.command, "engine", "")), params)
 
 
 def _gathered(argv: Seq[str], command: type) -> Seq[str]:
@@ -189,7 +189,8 @@ def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
     return {**chosen, "draft_options": json.dumps(chosen.get("draft_options", {}))}
 
 
-def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
+def _engine(flags: dict[str, Any], of_profile: str | None, engine: str) -> EngineChoice:
+    """The engine's settings from its flags; `of_profile`: a profile's --draft-options, if there is one."""
     model = flags.pop("model")
     if "draft" in flags:
         text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
@@ -199,9 +200,12 @@ def _engine(flags: dict[str, Any], engine: str) -> EngineChoice:
         spec = parse_draft(text) if own else draft_choice(text, model)
         flags["draft"] = _drafting_from(vocabulary, spec)
     if "draft_options" in flags:
-        options = flags["draft_options"] = parse_options(flags["draft_options"])
-        if "draft" in flags and vocabulary:  # rather than that of a profile
-            options.pop("vocabulary", None)
+        options = parse_options(given := flags["draft_options"])
+        if "draft" in flags and vocabulary and '"vocabulary"' in given:
+            if given != of_profile:
+                raise ConfigError("--draft-options name a vocabulary beside --draft-vocabulary; give one of them")
+            options = json.loads(given, object_hook=lambda level: {k: level[k] for k in level if k != "vocabulary"})
+        flags["draft_options"] = options
     return EngineChoice(model, flags)
 
 

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from sameseed.errors import ConfigError
 ENGINE_SCHEMA = "sameseed.engine-costs/1"
 P10_TO_P90 = 2 * 1.2816  # standard deviations of a normal distribution between its p10 and p90
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 SHORT = 64  # cached tokens of a sequence for which a curve's points are measured
 LEARN = 0.1  # weight of a new round in the corrections of a curve and in the running means of `EngineCost.ratios`
 
@@ -69,29 +70,22 @@ class Curve:
         for i in range(1, len(self.seconds)):
             self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
-    def at(self, rows: float) -> float:
-        """Seconds of a pass over `rows` rows; extrapolated from the last two points beyond the last one."""
-        return interpolate(self.rows, self.seconds, rows)
-
-    def at_many(self, rows: Floats | np.float64) -> Floats:
-        """`at` for several numbers of rows, in any order."""
+    def at(self, rows: Number) -> Number:
+        """Seconds of a pass over `rows` rows, or of several at once; extrapolated from the last two points beyond."""
         xs, ys = self.rows, self.seconds
-        found: Floats = np.asarray(np.interp(rows, xs, ys))
-        if len(xs) > 1:
-            found = found + (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) * np.maximum(rows - xs[-1], 0.0)
-        return found
+        if not isinstance(rows, np.ndarray):
+            return interpolate(xs, ys, rows)
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
+        return np.interp(rows, xs, ys) + slope * np.maximum(rows - xs[-1], 0.0)
 
     def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
         """Seconds of a pass over `rows` rows of `batch` sequences with `context` cached tokens each."""
-        cached = max(batch * context - self.context, 0.0) * self.per_token
-        return self.at(rows) + cached + rows * max(context - self.context, 0.0) * self.per_row
+        return self.at(rows) + self.extra(rows, batch, context)
 
-    def extra(self, contexts: Seq[int], num_rows: Seq[float]) -> float:
-        """Seconds that long contexts add to a pass; `contexts`, `num_rows`: cached tokens and rows per sequence."""
-        if not (self.per_token or self.per_row):
-            return 0.0
-        beyond = ((max(0, c - self.context), n) for c, n in zip(contexts, num_rows, strict=True))
-        return sum(c * (self.per_token + self.per_row * n) for c, n in beyond)
+    def extra(self, rows: float, batch: float, context: float) -> float:
+        """The part of `cost` that is due to more cached tokens than those of the points."""
+        cached = max(batch * context - self.context, 0.0) * self.per_token
+        return cached + rows * max(context - self.context, 0.0) * self.per_row
 
     def slower(self, rows: float, seconds: float, extra: float = 0.0) -> float:
         """The relative correction of known times after a pass of `seconds`; `extra`: seconds expected for contexts.

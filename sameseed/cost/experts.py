@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from torch import Tensor
 
 from sameseed import store
+from sameseed.cost.round import Passes
 from sameseed.models.config import ModelConfig
 from sameseed.models.qwen3_moe import MoeConfig
 from sameseed.models.runner import ModelRunner
-from sameseed.ops import Ops
+from sameseed.ops import ExpertWeights, Forward, Ops, Replayed, RowSource
 from sameseed.ops.reference import choose_experts
 from sameseed.request import Completion, SamplingParams, Sequence
 from sameseed.spec.draft import Draft
@@ -30,6 +31,26 @@ def counted(config: ModelConfig, path: Path) -> ModelConfig:
     return replace(config, distinct=tuple((m, n) for m, n in known["distinct"].tolist()))
 
 
+@dataclass(frozen=True)
+class TextPasses:
+    """Passes over rows of the model's own texts, by measured `passes` over rows that choose experts at random.
+
+    Both take as long as reading the experts that they choose.
+    """
+
+    passes: Passes
+    config: MoeConfig  # with counted experts
+
+    def cost(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
+        measured = replace(self.config, distinct=()).read_share(rows)
+        return self.passes.cost(rows, batch, context) * self.config.read_share(rows, batch) / measured
+
+
+def in_texts(passes: Passes, config: ModelConfig) -> Passes:
+    """The passes over rows of texts; `config`: as `counted` returns it."""
+    return TextPasses(passes, config) if isinstance(config, MoeConfig) and config.distinct else passes
+
+
 def in_words(config: ModelConfig) -> str:
     """How many distinct experts rows choose, and where that comes from; "" for a model without experts."""
     counts = ", ".join(f"{n:.1f} for {m:.0f}" for m, n in getattr(config, "distinct", ()))
@@ -37,19 +58,33 @@ def in_words(config: ModelConfig) -> str:
     return f"{counts} rows, counted in its texts" if counts else assumed if isinstance(config, MoeConfig) else ""
 
 
-def count(runner: ModelRunner, path: Path, texts: Seq[Completion]) -> None:
-    """Count the experts of a layer that 1 to 16 consecutive rows choose; keep the means for `counted`, if they vary."""
-    model, ops, chosen = runner.model, Ops(runner.model.ops.backend), list[Tensor]()
+class _Watched(Ops):
+    """Ops that note which experts each row chooses; passes run op by op."""
+
+    def __init__(self, backend: ModuleType) -> None:
+        super().__init__(backend)
+        self.chosen: list[Tensor] = []  # [T, top_k] for each layer with experts
+
+    def experts(
+        self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
+    ) -> Tensor:
+        own = self.product(rows, w.router, w.router_bias) if logits is None else logits
+        self.chosen.append(choose_experts(own, w.top_k, w.normalize)[0])
+        return super().experts(rows, w, residual, logits)
+
+    def replayer(self, forward: Forward) -> Replayed:
+        return partial(forward, self)
+
+
+def count(runner: ModelRunner, path: Path, texts: Seq[Completion]) -> ModelConfig:
+    """Count the experts of a layer that 1 to 16 consecutive rows choose, if they vary.
+
+    The means are kept for `counted`, whose config is returned.
+    """
+    model, ops = runner.model, _Watched(runner.model.ops.backend)
     if not isinstance(model.config, MoeConfig) or model.config.top_k == model.config.num_experts:
-        return
-    plain, found = ops.experts, {m: list[int]() for m in ROWS}
-
-    def noted(rows: Any, w: Any, residual: Tensor | None = None, logits: Tensor | None = None) -> Tensor:
-        own = ops.product(rows, w.router, w.router_bias) if logits is None else logits
-        chosen.append(choose_experts(own, w.top_k, w.normalize)[0])
-        return plain(rows, w, residual, logits)
-
-    vars(ops).update(experts=noted, replayer=lambda forward: partial(forward, ops))  # op by op
+        return model.config
+    found = {m: list[int]() for m in ROWS}
     watched = runner.beside(type(model)(model.config, model.weights, ops, model.max_model_len))
     for text in texts[:: -(-len(texts) // MOST) or 1]:
         tokens = [*text.prompt_token_ids, *text.token_ids][-min(LONGEST, model.max_model_len) :]
@@ -57,9 +92,10 @@ def count(runner: ModelRunner, path: Path, texts: Seq[Completion]) -> None:
         if text.token_ids and runner.blocks.reserve(seq, len(seq)):
             watched.forward([seq], Draft.empty(1), [len(seq)])
         runner.blocks.release(seq)
-        for own in (layer[-len(text.token_ids) :] for layer in chosen):
+        for own in (layer[-len(text.token_ids) :] for layer in ops.chosen):
             for m in (m for m in ROWS if m <= len(own)):
                 found[m] += [rows.unique().numel() for rows in own.unfold(0, m, 1)]
-        chosen.clear()
+        ops.chosen.clear()
     if means := [(m, float(np.mean(each))) for m, each in found.items() if each]:
         store.write("experts", store.weights_key(path), {"distinct": np.array(means)})
+    return counted(model.config, path)

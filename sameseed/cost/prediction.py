@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import Drafted, Gap, ModelSteps, RoundCost, expected
+from sameseed.cost.round import Drafted, Gap, ModelSteps, Passes, RoundCost, expected
 from sameseed.models.runner import ModelRunner
 from sameseed.spec.drafter import Drafter
 
@@ -65,7 +65,7 @@ class RunCounts:
         return Drafted(self.accepted / n, tuple(count / n for count in rounds), ((drafts / n, steps),))
 
 
-def predict(run: RunCounts, plain: RunCounts, target: Curve, draft: Curve | None, at_once: bool = False) -> Prediction:
+def predict(run: RunCounts, plain: RunCounts, target: Passes, draft: Curve | None, at_once: bool = False) -> Prediction:
     """Predict the speed-up of a run from cost curves and the run's counts.
 
     `target`, `draft`: cost curves of both models; without `draft`, drafting time is taken from the run. `at_once`: the

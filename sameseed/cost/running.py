@@ -15,7 +15,7 @@ from operator import mul
 
 import numpy as np
 
-from sameseed.cost.curve import LEARN, Curve, Floats
+from sameseed.cost.curve import LEARN, Curve, Floats, Number
 from sameseed.cost.round import RoundCost
 from sameseed.spec.drafter import Round
 
@@ -24,6 +24,7 @@ SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
 PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
+MANY_ROWS = 1e9  # beyond the points a curve goes on as a straight line, whose slope so many rows have
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
@@ -243,26 +244,25 @@ class EngineCost:
 
     def prices(
         self,
-        contexts: Seq[int],
-        num_rows: int,
+        count: int,
+        rows: int,
         num_drafting: int,
-        drafting_context: float,
+        context: float,
         ratios: bool = True,
         draft: DraftCost | None = None,
     ) -> Prices:
-        """Prices of a pass with `num_rows` known rows. One context per sequence; `num_drafting` of them get drafts.
+        """Prices of a pass over `rows` known rows of `count` sequences, of which `num_drafting` get drafts.
 
-        `drafting_context`: mean cached tokens of the sequences with drafts. `ratios`: apply the measured ratios?
-        `draft`: the cost of proposals, if it is not the usual one.
+        `context`: mean cached tokens of a sequence. `ratios`: apply the measured ratios? `draft`: the cost of proposals,
+        if it is not the usual one.
         """
-        count = len(contexts)
-        start, step = (draft or self.draft).terms(num_drafting, drafting_context)
+        start, step = (draft or self.draft).terms(num_drafting, context)
         plain, (_, row) = self.gap.at(count, False), self.gap.terms(True)
         start += max(0.0, self.gap.at(count, True) - plain)
-        slope = row + self.target.per_row * max(0.0, drafting_context - self.target.context)
-        fixed = self.target.extra(contexts, [1] * count) + plain
+        slope = row + self.target.extra(1, 0, context)
+        fixed = self.target.extra(count, count, context) + plain
         both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
-        return Prices(self.target, count, num_rows, fixed, slope, start, step, *both)
+        return Prices(self.target, count, rows, fixed, slope, start, step, *both)
 
     def learn(
         self,
@@ -284,10 +284,10 @@ class EngineCost:
         assert times is not None
         contexts = [len(seq) for seq in round_.seqs]
         asking = [n for n, k in zip(contexts, round_.num_asked, strict=True) if k]
-        drafted, context = bool(asking), sum(asking) / max(1, len(asking))
+        drafted, context = bool(asking), sum(contexts) / max(1, num_seqs)
         prompts = round_.num_rows > num_seqs + num_nodes
         if not (prompts or catching_up):
-            prices = self.prices(contexts, num_seqs, len(asking), context, False, draft)
+            prices = self.prices(num_seqs, num_seqs, len(asking), context, False, draft)
             expected = prices.seconds(num_nodes, steps) if drafted else prices.plain
             took = times.whole
             key = (drafted, num_seqs.bit_length())
@@ -295,10 +295,10 @@ class EngineCost:
             weight, least = (SETTLED, 0.5) if settled else (LEARN, 0.8)
             self.ratios[key] = known + weight * (min(max(took / expected, least * known), 1.25 * known) - known)
         if drafted and not catching_up:
-            (draft or self.draft).learn(steps, len(asking), context, times.draft)
+            (draft or self.draft).learn(steps, len(asking), sum(asking) / len(asking), times.draft)
         self.gap.correct(num_seqs + num_nodes, drafted, times.verify + times.schedule)
         if round_.num_rows <= 2 * self.target.rows[-1]:
-            extra = self.target.extra(contexts, [1 + n for n in round_.num_draft])
+            extra = self.target.extra(num_seqs + num_nodes, num_seqs, context)
             if start:
                 self.scale(1.0 + self.target.slower(round_.num_rows, times.target, extra))
             else:
@@ -331,27 +331,20 @@ class Prices:
 
     @cached_property
     def _without(self) -> float:
-        return self.target.at(min(self.count, self.rows)) + self.fixed
+        return self.target.at(float(min(self.count, self.rows))) + self.fixed
 
     @cached_property
     def _known(self) -> float:
-        return self.target.at(self.rows)
+        return self.target.at(float(self.rows))
 
-    def seconds(self, more: float, steps: float) -> float:
-        """Seconds of a round with `more` draft rows, drafted in `steps` steps."""
-        added = self.target.at(self.rows + more) - self._known
-        return (self._without + added + self.slope * more + self.start + self.step * steps) * self.draft_ratio
-
-    def seconds_many(self, more: Floats, steps: Floats) -> Floats:
-        """`seconds` for several drafts, ascending in rows."""
-        added = self.target.at_many(self.rows + more) - self._known
-        return (added + self.slope * more + (self._without + self.start) + self.step * steps) * self.draft_ratio
+    def seconds(self, more: Number, steps: Number) -> Number:
+        """Seconds of a round with `more` draft rows, drafted in `steps` steps; of several drafts at once as arrays."""
+        added = self.target.at(self.rows + more) - self._known + self.slope * more
+        return (added + self.step * steps + (self._without + self.start)) * self.draft_ratio
 
     @property
     def least_per_row(self) -> float:
         """Seconds that a draft row adds at least, however many there are."""
-        last, points = self.target.rows[-1], zip(self.target.rows, self.target.seconds, strict=True)
-        means = [(seconds - self._known) / (rows - self.rows) for rows, seconds in points if rows > self.rows]
-        beyond = max(last, float(self.rows))  # the curve goes on as a straight line there
-        means.append(self.target.at(beyond + 1.0) - self.target.at(beyond))
-        return (min(means) + self.slope) * self.draft_ratio
+        more = [m for m in (*self.target.rows, MANY_ROWS) if m > self.rows]
+        least = min((self.target.at(m) - self._known) / (m - self.rows) for m in more)
+        return (least + self.slope) * self.draft_ratio

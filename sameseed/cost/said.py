@@ -18,6 +18,7 @@ from torch import Tensor
 from sameseed import store
 from sameseed.cost.draft_format import RIGHT, speed
 from sameseed.cost.round import PAYS
+from sameseed.errors import ConfigError
 
 log = logging.getLogger("sameseed")
 KIND, AUTO = "vocabulary", "auto"
@@ -110,8 +111,13 @@ class _Cut:
         now = self.speed(len(self.kept), said.share(len(self.kept)) - stale / max(1, said.counts.sum()))
         is_first = self.size and best < len(self.kept) == every
         if is_first or self.speed(best, said.share(best)) > PAYS * now:
-            self.kept = said.ranked[:best].copy()
-            self.drafter.draft_only(None if best == every else torch.from_numpy(self.kept))
+            kept = said.ranked[:best].copy()
+            try:
+                self.drafter.draft_only(None if best == every else torch.from_numpy(kept))
+            except ConfigError as error:  # a head has none of these tokens: it keeps those of now
+                log.info("draft vocabulary: not cut to %d of %d tokens: %s", best, every, error)
+                return
+            self.kept = kept
             log.info("draft vocabulary: %d of %d tokens, %.1f %% of the target's", best, every, 100 * said.share(best))
 
     def speed(self, num_tokens: int, share: float) -> float:

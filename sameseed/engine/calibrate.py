@@ -37,30 +37,44 @@ PROMPT, TOKENS = 8, 16  # prompt and output tokens of the texts that `measure_en
 def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
     """Median seconds of passes over `rows` rows after a short context, and of two passes after `longest` tokens.
 
-    Ends after about `seconds`, but `PASSES` passes have `MOST` seconds. A small cache gives fewer points.
+    Sizes run interleaved, so that a slow moment, or what another size left in the caches, meets each alike. Ends after
+    about `seconds`, but `PASSES` passes have `MOST` seconds. A small cache, or too little time, gives fewer points.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context = min(SHORT, room // 2)
     sizes = [m for m in rows if context + m <= room]
     long = min(longest, room - MANY)
+    kinds = [(context, m) for m in sizes]
+    if long >= 4 * context and {FEW, MANY} <= {*sizes}:
+        kinds += [(long, FEW), (long, MANY)]
     seq = Sequence(-1, [0] * max(context, long), SamplingParams(), 0)
     runner.blocks.reserve(seq, max(context + sizes[-1], long + MANY))
+    drafts = {kind: [0] * (kind[1] - 1) for kind in kinds}
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     start = time.perf_counter()
     end = start + seconds
     try:
-        points: list[tuple[int, float]] = []
-        for m in sizes:
-            points.append((m, _pass(runner, seq, context, m, end)))
-            end = max(end, start + min(PASSES * points[0][1], MOST))
-            if time.perf_counter() > end:
-                return Curve(points, context)
-        if long < 4 * context or FEW not in sizes or MANY not in sizes:
-            return Curve(points, context)
-        slow = [(_pass(runner, seq, long, m, end) - dict(points)[m]) / (long - context) for m in (FEW, MANY)]
-        per_row = max(0.0, (slow[1] - slow[0]) / (MANY - FEW))
-        return Curve(points, context, max(0.0, slow[0] - FEW * per_row), per_row)
+        # The first pass of a size may include one-time preparation: the second one follows at once.
+        for kind in [kind for kind in kinds for _ in range(2)] + (REPEATS - 2) * kinds:
+            if len(times[kinds[0]]) > 1 and len(times[kind]) != 1 and time.perf_counter() > end:
+                break
+            seq.num_cached = seq.num_settled = kind[0] - 1
+            seq.token_ids[:] = [0] * kind[0]
+            took, out = timed_pass(runner, [seq], Draft.chains([drafts[kind]]))
+            times[kind].append(took)
+            # Likely tokens after each row: equal rows would all choose the same experts.
+            drafts[kind] = [int(row.topk(4).indices[i % 4]) for i, row in enumerate(out.logits[:-1])]
+            if len(times[kinds[0]]) == 2:
+                end = max(end, start + min(PASSES * times[kinds[0]][1], MOST))
     finally:
         runner.blocks.release(seq)
+    took_by = {kind: median(each[1:]) for kind, each in times.items() if each}
+    points = [(m, took_by[context, m]) for m in sizes if (context, m) in took_by]
+    if (long, MANY) not in took_by:
+        return Curve(points, context)
+    few, many = ((took_by[long, m] - took_by[context, m]) / (long - context) for m in (FEW, MANY))
+    per_row = max(0.0, (many - few) / (MANY - FEW))
+    return Curve(points, context, max(0.0, few - FEW * per_row), per_row)
 
 
 @one_thread()
@@ -173,16 +187,3 @@ def timed_pass(runner: ModelRunner, seqs: Seq[Sequence], draft: Draft) -> tuple[
     for seq, settled in zip(seqs, before):
         seq.num_settled = settled
     return seconds, out
-
-
-def _pass(runner: ModelRunner, seq: Sequence, context: int, num_rows: int, end: float) -> float:
-    """Median seconds of passes over `num_rows` rows after `context` - 1 cached rows."""
-    seq.num_cached = seq.num_settled = context - 1
-    seq.token_ids[:] = [0] * context
-    own, times = [0] * (num_rows - 1), list[float]()
-    while len(times) < REPEATS and (len(times) < 2 or time.perf_counter() < end):
-        seconds, out = timed_pass(runner, [seq], Draft.chains([own]))
-        times.append(seconds)
-        # Likely tokens after each row: equal rows would all choose the same experts.
-        own = [int(row.topk(4).indices[i % 4]) for i, row in enumerate(out.logits[:-1])]
-    return median(times[1:])  # the first pass of a size may include one-time preparation

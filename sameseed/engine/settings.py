@@ -118,5 +118,7 @@ def _levels_below(spec: SpecConfig, settings: object) -> tuple[SpecConfig, ...]:
         if not isinstance(values, dict) or values.keys() - known:
             raise ConfigError(f"option 'below': {values!r} must be an object with some of {', '.join(sorted(known))}")
         lower = _levels_below(level, values.get("below"))
+        if isinstance(options := values.get("options"), dict):
+            values = {**values, "options": {**level.options, **options}}
         made.append(dataclasses.replace(level, **{**values, "below": lower}))
     return tuple(made)

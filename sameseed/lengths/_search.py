@@ -53,7 +53,7 @@ def shared(offers: Seq[Offers], budget: int | None, count: int, prices: Prices) 
         if not len(taken):
             continue
         deep = np.maximum.accumulate(steps[taken])
-        seconds = found * prices.seconds_many(np.cumsum(there[taken]) / found, deep)
+        seconds = found * prices.seconds(np.cumsum(there[taken]) / found, deep)
         if found < 1.0:
             seconds += (1.0 - found) * prices.seconds(0.0, float(deep[0]))
         rate = (count + np.cumsum(gain[taken])) / seconds

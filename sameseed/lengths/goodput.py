@@ -279,9 +279,8 @@ class GoodputLength:
     ) -> tuple[list[int], Prices]:
         """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `PAYS`."""
         assert self.cost is not None
-        contexts = [len(seq) for seq in seqs]
-        mean = sum(contexts) / len(seqs)
-        prices = self.cost.prices(contexts + [round(mean)] * (size - len(seqs)), rows, len(seqs), mean)
+        mean = sum(map(len, seqs)) / len(seqs)
+        prices = self.cost.prices(size, rows, len(seqs), mean)
         if len(seqs) == 1:
             best, promised = alone(offers[0][:budget], size, prices)
         else:
@@ -325,8 +324,7 @@ class GoodputLength:
         likely = [(p, b, i) for b, nodes in able.items() for i, p in enumerate(nodes.likely)]
         likely.sort(key=itemgetter(0), reverse=True)  # stable: parents come before children
         rows = num_rows + len(draft.tokens) - len(likely)
-        contexts = [len(seqs[b]) for b in able]
-        prices = self.cost.prices(contexts, rows, len(able), sum(contexts) / len(able))
+        prices = self.cost.prices(len(able), rows, len(able), sum(len(seqs[b]) for b in able) / len(able))
         count = self._num_worth([p for p, _, _ in likely], rows, prices)
         if count == len(likely):
             return draft

@@ -13,6 +13,7 @@ from typing import Any
 from sameseed.cost import experts
 from sameseed.cost.curve import Curve
 from sameseed.cost.prediction import Prediction, RunCounts, draft_curve, predict
+from sameseed.cost.round import Passes
 from sameseed.engine.calibrate import LONG, ROWS, measure_curve, measure_rounds
 from sameseed.engine.engine import Engine
 from sameseed.engine.levels import Level
@@ -147,7 +148,7 @@ class Bench:
         self._engines: dict[object, Engine] = {}  # by drafter; they share the target and its cache
         self._policies: dict[Arm, LengthPolicy] = {}
         self._answers: dict[tuple[tuple[int, ...], str], str] = {}  # answers to earlier turns, by (tokens, parameters)
-        self._target: Curve | None = None  # the target's cost curve, for predictions
+        self._target: Passes | None = None  # the target's cost curve, for predictions
         self._curves: dict[object, Curve | None] = {}  # cost curves of draft models, by drafter
         self._aheads = {arm.spec.overlap: make_overlap(arm.spec) for arm in arms}
         for arm in arms:
@@ -178,8 +179,8 @@ class Bench:
         engine = self.install(arm)
         key = _key(arm)
         if self._target is None:
-            experts.count(self.llm.engine.runner, resolve_model(self._model), plain.completions)
-            self._target = measure_curve(engine.runner)
+            config = experts.count(self.llm.engine.runner, resolve_model(self._model), plain.completions)
+            self._target = experts.in_texts(measure_curve(engine.runner), config)
         if key not in self._curves:  # up to the rows of a prompt, which the draft model reads too
             self._curves[key] = draft_curve(engine.drafter, partial(measure_curve, rows=(*ROWS, 64)))
         return predict(run.counts, plain.counts, self._target, self._curves[key], type(engine.drafter).at_once)

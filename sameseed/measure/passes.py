@@ -190,7 +190,7 @@ def least_work(
     """
     rows = num_seqs * new_tokens
     matrix_ops = 2.0 * (c.row_parameters * rows + c.vocab_size * c.hidden_size * logit_rows)
-    read_bytes *= c.read_share(rows)
+    read_bytes *= c.read_share(rows, num_seqs)
     keys = read = 0
     for window in c.windows[len(c.state_shapes) :]:  # recurrent layers read and write a state instead
         reach = context + new_tokens if window is None else window

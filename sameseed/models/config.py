@@ -204,8 +204,8 @@ class ModelConfig:
         """Floats of a row inside an MLP."""
         return 2 * self.intermediate_size
 
-    def read_share(self, rows: float) -> float:
-        """The share of the weights that a pass over `rows` rows reads."""
+    def read_share(self, rows: float, batch: float = 1.0) -> float:
+        """The share of the weights that a pass over `rows` rows of `batch` sequences reads."""
         return 1.0
 
 

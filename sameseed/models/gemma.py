@@ -88,7 +88,7 @@ class GemmaConfig(ModelConfig):
     def row_parameters(self) -> int:
         return super().row_parameters - self._looked_up
 
-    def read_share(self, rows: float) -> float:
+    def read_share(self, rows: float, batch: float = 1.0) -> float:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return 1 - self._looked_up / (self.num_parameters - embedding)
 

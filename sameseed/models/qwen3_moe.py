@@ -52,12 +52,12 @@ class MoeConfig(ModelConfig):
         """Number of weights of `count` experts in each layer that has experts."""
         return round(count * 3 * self.expert_size * self.hidden_size * (self.num_layers - len(self.dense_layers)))
 
-    def read_share(self, rows: float) -> float:
-        """By the counted `distinct` experts; else as if each row chose at random, an upper bound for rows of a text."""
+    def read_share(self, rows: float, batch: float = 1.0) -> float:
+        """By the counted `distinct` experts; else as if each row chose at random, as rows of different texts do."""
         missed = 1 - self.top_k / self.num_experts  # chance that a row at random leaves an expert out
         if self.distinct and missed:  # rows count as so many that choose at random as would choose as many experts
             at, same = zip(*((m, math.log(max(1 - n / self.num_experts, 1e-9), missed)) for m, n in self.distinct))
-            rows = float(np.interp(rows, at, same)) * max(1.0, rows / at[-1])
+            rows = float(np.interp(rows / batch, at, same)) * max(batch, rows / at[-1])
         unread = self.num_experts * missed**rows
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return 1 - self._expert_parameters(unread) / (self.num_parameters - looked_up)

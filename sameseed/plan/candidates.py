@@ -16,6 +16,7 @@ from typing import Any
 
 from sameseed import ops
 from sameseed.config import SpecConfig, draft_text
+from sameseed.cost import experts
 from sameseed.cost.round import PlaceRates, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
@@ -56,6 +57,7 @@ class TargetBench:
             [job for batch in self.bench.workload("tune", prompts, asked.params).batches() for job in batch]
             for prompts in (asked.prompts, asked.held_out)
         )
+        self.config = self.bench.llm.engine.runner.model.config  # with the experts that its texts choose
         self.trials: dict[str, Trial] = {}  # by `Setting.way`
         self.tried = take(range(len(asked.prompts)), TRIED)  # numbers of the prompts of trials
         self.costs: dict[tuple[str, int | None], RoundCost] = {}  # by `Setting.way` and threads
@@ -126,6 +128,8 @@ class TargetBench:
             run_batch(self.engine(self._setting(one, self.asked.threads[0])), [self.jobs[i] for i in self.tried], run)
             runs[one.num_draft_tokens] = TrialRun.of(run, bool(Level.of(spec).in_turn))
             self.mean_tokens = run.num_tokens / len(run.completions)
+        if not self.trials:
+            experts.count(self.bench.llm.engine.runner, resolve_model(self.asked.model), run.completions)
         return Trial(runs, LONGEST)
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
@@ -135,7 +139,7 @@ class TargetBench:
         prompt = self._prompt(engine)
         below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
         each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below] or [own]
-        return replace(own.whole, levels=tuple(c.whole.levels[0] for c in each), prompts=prompt)
+        return RoundCost(experts.in_texts(own.target, self.config), tuple(each), own.gap, prompt)
 
     def _prompt(self, engine: Engine) -> Callable[[float], float]:
         """Seconds of the target's passes over a prompt: the less of two prompts that were read."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.cost.experts import in_words
+from sameseed.cost.experts import in_texts, in_words
 from sameseed.cost.round import MAX_NUM_ROWS, ModelSteps, RoundCost, lengths_by_batch
 from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
@@ -193,7 +193,7 @@ def _profiled(profile: Profile, target: Sheet) -> RoundCost:
         raise ConfigError(
             f"{target.name} was profiled with a cache in {kv_format}, not {target.kv_format}: give --kv-format"
         )
-    return cost
+    return replace(cost, passes=in_texts(cost.passes, target.config))
 
 
 def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) -> Limits | None:

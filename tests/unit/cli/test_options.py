@@ -147,6 +147,10 @@ def test_a_list_may_be_given_in_parts():
         ("generate a --draft none --draft-vocabulary auto", ["LM head", "--draft MODEL"]),
         ("generate a --draft embedded-draft --draft-vocabulary 0", ["give 1 to 4096"]),
         ("generate a --draft suffix+embedded-head --draft-vocabulary 9999", ["give 1 to 4096"]),
+        (
+            'generate a --draft embedded-head --draft-vocabulary 9 --draft-options {"vocabulary":"8"}',
+            ["--draft-options", "--draft-vocabulary", "give one"],
+        ),
     ],
 )
 def test_values_that_cannot_be_are_told_before_anything_runs(argv, words, capsys):

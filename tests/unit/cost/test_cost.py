@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lawkit import MODEL_VOCAB, SAMPLED, make_engine
 
 from sameseed import store
@@ -22,6 +23,7 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost as Point, Profile
 from sameseed.measure.limits import Limits
+from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.paper import sheet
@@ -218,6 +220,19 @@ def test_all_rows_are_no_cut(pair, pair_folders, caplog):
     said.follow(drafter, pair.target.weights.read_bytes, str(MODEL_VOCAB))
     said.add([200, 7])
     assert drafter.runner.model is pair.draft and len(caplog.records) == 1
+
+
+def test_a_head_without_the_frequent_tokens_keeps_those_that_it_has(pair, pair_folders):
+    said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "eagle").drafter
+    drafter.whole = drafter.runner.model = head = with_vocabulary(drafter.whole, torch.arange(100))
+    for _ in range(9):
+        said.add([*range(200, 264)])
+    said.follow(drafter, pair.target.weights.read_bytes, "8")
+    said.add([*range(200, 208)] * 9)
+    assert drafter.runner.model is head, "while it serves, nothing fails"
+    for _ in range(9):
+        said.add([*range(8)] * 99)
+    assert drafter.runner.model.weights.target_ids.tolist() == list(range(8))
 
 
 def test_where_each_token_is_new_no_row_is_cut(pair, pair_folders):

@@ -1,5 +1,6 @@
 """Distinct experts: counted in a model's own texts; costs on paper are those of passes over verified drafts."""
 
+import math
 from statistics import mean
 
 import lawkit
@@ -7,7 +8,10 @@ import pytest
 
 from sameseed import LLM, SamplingParams, cli
 from sameseed.cost import experts
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.ops import reference
+from sameseed.plan.candidates import TargetBench
+from sameseed.plan.grid import TuneRequest, draft_specs
 from sameseed.plan.paper import sheet
 from sameseed.request import Sequence
 
@@ -39,3 +43,18 @@ def test_costs_on_paper_are_those_of_verified_drafts(tmp_path, monkeypatch, caps
     assert "assumed" in experts.in_words(assumed.config)
     for command in (["info", "--model", str(folder)], ["estimate", str(folder), "--json"]):
         assert cli.main(command) == 0 and "counted" in capsys.readouterr().out
+
+
+def test_tune_predicts_from_the_experts_that_texts_choose(tmp_path):
+    lawkit.write_model(folder := tmp_path / "model", **lawkit.FAMILIES["qwen3_moe"] | {"num_experts": 12})
+    prompts = tuple(Prompt(str(i), "", f"Number {i}") for i in range(2))
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
+    asked = TuneRequest(str(folder), prompts, params, ("ngram",), batches=(1,), settings={"backend": "reference"})
+    target = TargetBench(asked, "auto", "auto", draft_specs(asked), LLM)
+    target.prospects(lambda *_: None, math.inf, [])
+    known, cost = sheet(str(folder)).config, next(iter(target.costs.values()))
+    assert known.distinct and cost.passes.config.distinct == known.distinct
+    measured = cost.passes.passes
+    assert cost.target(8) < 0.99 * measured.cost(8), "rows of a text share experts"
+    assert cost.target(8, 8) == pytest.approx(measured.cost(8, 8), rel=0.01), "rows of many texts do not"
+    assert known.read_share(8) < known.read_share(8, 8)

@@ -170,3 +170,17 @@ def test_passes_have_rows_that_the_model_draws(pair_folders):
     runner.forward = watched
     measure_curve(runner, rows=(16,), longest=0)
     assert all(len(tokens) > 4 for tokens in seen[1:]) and len(seen) > 2
+
+
+def test_passes_of_all_sizes_are_interleaved(pair_folders):
+    """A machine that slows down, or a cache that another size filled, must meet each size alike."""
+    runner = LLM(str(pair_folders[0])).engine.runner
+    seen, forward = [], runner.forward
+
+    def watched(seqs, draft, *more):
+        seen.append(1 + len(draft.tokens))
+        return forward(seqs, draft, *more)
+
+    runner.forward = watched
+    curve = measure_curve(runner, seconds=60.0, rows=(1, 2, 4), longest=0)
+    assert seen[-9:] == [1, 2, 4] * 3 and curve.rows == [1, 2, 4]

@@ -164,7 +164,7 @@ def test_a_curve(rows):
     assert c.at(12) == pytest.approx(3.0)
     assert c.at(20) == pytest.approx(5.0)
     some = np.array([1.0, 2.5, 9.0, 16.0, 90.0])
-    assert c.at_many(some).tolist() == pytest.approx([c.at(m) for m in some])
+    assert c.at(some).tolist() == pytest.approx([c.at(m) for m in some])
     before = c.at(rows)
     for _ in range(200):
         c.correct(rows, 3 * before)

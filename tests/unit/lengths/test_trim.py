@@ -60,7 +60,7 @@ def walk(rng, parents, truth):
 def settled(policy, seqs, step=0.001):
     """The policy after 60 rounds of trees from a drafter whose probabilities are true."""
     rng, truth = random.Random(5), copy.deepcopy(policy.cost.target)
-    contexts = [len(seq) for seq in seqs]
+    context = sum(len(seq) for seq in seqs) / len(seqs)
     for _ in range(60):
         asked = policy.lengths(seqs, len(seqs))
         trees = [random_tree(rng, k) for k in asked]
@@ -73,7 +73,7 @@ def settled(policy, seqs, step=0.001):
             nodes.append(walk(rng, parents, own))
         rows = len(seqs) + len(draft.tokens)
         counts = [draft.count(b) for b in range(len(seqs))]
-        seconds = truth.at(rows) + truth.extra(contexts, [1 + k for k in counts])
+        seconds = truth.cost(rows, len(seqs), context)
         times = TimeSplit(draft=step * max(asked), target=seconds)
         policy.update(Round(seqs, asked, counts, [len(n) for n in nodes], rows, times, nodes))
     return policy
@@ -146,8 +146,8 @@ def test_a_chain_ends_where_another_step_is_not_worth_its_time():
 
 def test_long_contexts_cost():
     curve = Curve([(1, 0.01), (8, 0.02)], 64, per_token=1e-6, per_row=1e-7)
-    assert curve.extra([64, 10], [1, 5]) == 0.0
-    assert curve.extra([1064, 564], [1, 4]) == pytest.approx(1000 * 1.1e-6 + 500 * 1.4e-6)
+    assert curve.extra(5, 1, 64) == curve.extra(5, 1, 10) == 0.0
+    assert curve.extra(5, 2, 564) == pytest.approx((2 * 564 - 64) * 1e-6 + 5 * 500 * 1e-7)
     before = curve.at(4)
     for _ in range(50):
         curve.correct(4, before + 0.005, extra=0.005)
