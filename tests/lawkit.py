@@ -20,7 +20,7 @@ from sameseed.models.eagle import EagleHead
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
 from sameseed.models.weights import expected_shapes
-from sameseed.request import Request, SamplingParams
+from sameseed.request import Request, SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
 from sameseed.spec.sampling import derive_seed
@@ -254,6 +254,10 @@ def run(engine, prompts, params, alone=False, streamed=False):
     done = trial.run(engine, requests, alone)
     assert_nothing_left(engine)
     return done
+
+
+def sequences(count, length=1):
+    return [Sequence(b, [1] * length, SamplingParams(), 0) for b in range(count)]
 
 
 def finished(engine):

@@ -79,8 +79,7 @@ def _limits(args: EstimateArgs) -> tuple[Limits, str]:
 
 
 def _memory(found: Seq[Estimate]) -> Table:
-    gib = 2**30
-    first = found[0].memory
+    gib, first = 2**30, found[0].memory
     heads = ["format", "KV", "target", "draft", "cache a 1000 tokens", "at start", "cache full"]
     heads += [*(f"longest text at batch {b}" for b in first.max_context), f"most texts of {found[0].context}"]
     table = layout.table(f"memory in GiB (paper), of {first.available / gib:.1f} there", heads)

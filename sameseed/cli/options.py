@@ -189,20 +189,18 @@ def profile_defaults(argv: Seq[str]) -> dict[str, Any]:
     return {**chosen, "draft_options": json.dumps(chosen.get("draft_options", {}))}
 
 
-def _engine(flags: dict[str, Any], of_profile: str | None, engine: str) -> EngineChoice:
-    """The engine's settings from its flags; `of_profile`: a profile's --draft-options, if there is one."""
+def _engine(flags: dict[str, Any], profile_options: str | None, engine: str) -> EngineChoice:
     model = flags.pop("model")
     if "draft" in flags:
         text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
         if engine == "vllm" and text == "auto":  # a model of the hub is fetched by vLLM itself
             text = "none" if "/" in model and not os.path.exists(model) else shipped(model)[0]
         own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
-        spec = parse_draft(text) if own else draft_choice(text, model)
-        flags["draft"] = _drafting_from(vocabulary, spec)
+        flags["draft"] = _drafting_from(vocabulary, parse_draft(text) if own else draft_choice(text, model))
     if "draft_options" in flags:
         options = parse_options(given := flags["draft_options"])
         if "draft" in flags and vocabulary and '"vocabulary"' in given:
-            if given != of_profile:
+            if given != profile_options:
                 raise ConfigError("--draft-options name a vocabulary beside --draft-vocabulary; give one of them")
             options = json.loads(given, object_hook=lambda level: {k: level[k] for k in level if k != "vocabulary"})
         flags["draft_options"] = options

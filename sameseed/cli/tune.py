@@ -23,6 +23,8 @@ from sameseed.report import table as layout
 from sameseed.request import SamplingParams
 from sameseed.tuned import Tuned
 
+load = partial(load_llm, quiet=True)
+
 
 def run(parsed: Parsed[TuneArgs]) -> int:
     """Measure, write; exit code 1 if an output differed from plain decoding's."""
@@ -49,9 +51,6 @@ def run(parsed: Parsed[TuneArgs]) -> int:
             said = f"written: {args.out}; use it: sameseed serve --profile {args.out}"
             stdout_console().print(said, style="dim", markup=False)
     return 1 if found.differing else 0
-
-
-load = partial(load_llm, quiet=True)
 
 
 def requested(args: TuneArgs) -> TuneRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,21 +55,16 @@ class Curve:
     ) -> None:
         """`points`: (rows, seconds), ascending in rows. Seconds are made ascending too: larger passes are no faster."""
         self.rows = [float(r) for r, _ in points]
-        self.seconds = [s for _, s in points]
+        self.seconds = list(accumulate((s for _, s in points), max))
         self.context = context
         self.per_token = per_token
         self.per_row = per_row
-        self._ascend()
 
     def scale(self, factor: float) -> None:
         """Multiply all times by `factor`."""
         self.seconds = [factor * s for s in self.seconds]
         self.per_token *= factor
         self.per_row *= factor
-
-    def _ascend(self) -> None:
-        for i in range(1, len(self.seconds)):
-            self.seconds[i] = max(self.seconds[i], self.seconds[i - 1])
 
     def at(self, rows: Number) -> Number:
         """Seconds of a pass over `rows` rows, or of several at once; extrapolated from the last two points beyond."""
@@ -87,6 +83,17 @@ class Curve:
         cached = max(batch * context - self.context, 0.0) * self.per_token
         return cached + rows * max(context - self.context, 0.0) * self.per_row
 
+    def beside(self, batch: float, others: float) -> Curve:
+        """The curve of passes that `others` rows of prompts share with `batch` rows and more, the prompts left out.
+
+        Their rows cost the same with or without a draft. But in passes that they make long a draft row costs more than
+        in the next pass.
+        """
+        more = [batch, batch + 1.0, *(m - others for m in self.rows if m > batch + 1.0 + others)]
+        without = self.at(batch) - self.at(batch + others)
+        points = [(m, self.at(m + others) + without) for m in more]
+        return Curve(points, self.context, self.per_token, self.per_row)
+
     def slower(self, rows: float, seconds: float, extra: float = 0.0) -> float:
         """The relative correction of known times after a pass of `seconds`; `extra`: seconds expected for contexts.
 
@@ -102,17 +109,10 @@ class Curve:
         """
         change = self.slower(rows, seconds, extra)
         moved = change * self.at(rows)
-        for j, share in enumerate(self._shares(rows)):
+        for j in range(len(self.rows)):
+            share = interpolate(self.rows, [float(i == j) for i in range(len(self.rows))], min(rows, self.rows[-1]))
             self.seconds[j] = max(self.seconds[j] + moved * (0.5 + 0.5 * share), 0.5 * self.seconds[j])
         if extra > 0.0:
             self.per_token *= 1.0 + change / 4
             self.per_row *= 1.0 + change / 4
-        self._ascend()
-
-    def _shares(self, rows: float) -> list[float]:
-        """The interpolation weight of each point at `rows`."""
-        if len(self.rows) == 1:
-            return [1.0]
-        i = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
-        upper = min(max((rows - self.rows[i - 1]) / (self.rows[i] - self.rows[i - 1]), 0.0), 1.0)
-        return [1.0 - upper if j == i - 1 else upper if j == i else 0.0 for j in range(len(self.rows))]
+        self.seconds = list(accumulate(self.seconds, max))

@@ -77,10 +77,7 @@ class _Watched(Ops):
 
 
 def count(runner: ModelRunner, path: Path, texts: Seq[Completion]) -> ModelConfig:
-    """Count the experts of a layer that 1 to 16 consecutive rows choose, if they vary.
-
-    The means are kept for `counted`, whose config is returned.
-    """
+    """Count the experts of a layer that 1 to 16 consecutive rows choose. Keeps the means, and returns `counted`."""
     model, ops = runner.model, _Watched(runner.model.ops.backend)
     if not isinstance(model.config, MoeConfig) or model.config.top_k == model.config.num_experts:
         return model.config

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class RoundCost:
 
     `prompts`: seconds of the passes over a prompt of so many tokens; None: as other passes. `grade`: "paper" (bytes and
     operations), "profiled" (measured passes) or "measured". `spread`: how far passes are off, as the standard deviation
-    of the logarithm of their seconds.
+    of the logarithm of their seconds. `ratios`: measured over expected seconds of rounds without a draft, and with one.
     """
 
     passes: Passes
@@ -96,6 +96,7 @@ class RoundCost:
     prompts: Callable[[float], float] | None = None
     grade: str = "measured"
     spread: float = 0.0
+    ratios: tuple[float, float] = (1.0, 1.0)
 
     def target(self, rows: float, batch: float = 1.0, context: float = 0.0) -> float:
         """Seconds of a pass of the target."""
@@ -146,11 +147,44 @@ class Drafted:
         shares = reduce(np.convolve, [self.lengths] * count, np.ones(1))
         return [(batch * (1.0 + n / count), float(share)) for n, share in enumerate(shares) if share]
 
+    def proposals(self, batch: float) -> list[tuple[float, float, float]]:
+        """For each level: the share of rounds with a proposal, how many sequences it is for, and its steps."""
+        found = []
+        for share, steps in self.levels:
+            used = 1.0 - (1.0 - min(share, 1.0)) ** batch  # chance that a sequence of the batch uses the level
+            found.append((used, batch * share / used if used else 0.0, steps))
+        return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rounds with drafts for `drafting` sequences of a batch, made in `steps` steps. `found`: the chance of a draft.
+
+    `accepted`, `rows`: accepted and drafted tokens over all sequences of the batch. Arrays stand for several rounds,
+    which are compared at once.
+    """
+
+    accepted: Any
+    rows: Any
+    steps: Any
+    drafting: float
+    found: float = 1.0
+
+    def drafted(self, k: int) -> Rows:
+        return self
+
+    def proposals(self, batch: float) -> list[tuple[float, float, Any]]:
+        return [(1.0, self.drafting, self.steps)]
+
+    def passes(self, batch: float) -> list[tuple[Any, float]]:
+        drafted = (batch * (1.0 + self.rows / self.found), self.found)
+        return [drafted] if self.found == 1.0 else [(batch, 1.0 - self.found), drafted]
+
 
 class DraftAcceptance(Protocol):
     """What drafts of any length bring."""
 
-    def drafted(self, k: int) -> Drafted:
+    def drafted(self, k: int) -> Drafted | Rows:
         """The mean round with drafts of at most `k` tokens."""
 
 
@@ -168,11 +202,14 @@ class PlaceRates:
         return Drafted(accepted, (*[0.0] * k, 1.0), ((1.0, k),))
 
 
+NOTHING = PlaceRates((0.0,))
+
+
 @dataclass(frozen=True)
 class Expected:
     """A round of `batch` sequences and a plain one: tokens of each sequence, and seconds of the parts.
 
-    `k`: the most draft tokens of each.
+    `k`: the most draft tokens of each. Several rounds (`Rows`) have arrays.
     """
 
     tokens: float
@@ -212,17 +249,17 @@ class Expected:
 
 def expected(cost: RoundCost, acceptance: DraftAcceptance, k: int, batch: float, context: float = 0.0) -> Expected:
     """What rounds of `batch` sequences cost and bring, with drafts of at most `k` tokens each."""
-    plain = cost.target(batch, batch, context), cost.gap.at(batch, False)
+    without, ratio = cost.ratios
+    plain = without * cost.target(batch, batch, context), without * cost.gap.at(batch, False)
     if not k:
         return Expected(1.0, plain[0], 0.0, plain[1], *plain, batch)
     of, draft = acceptance.drafted(k), 0.0
-    for level, (share, steps) in enumerate(of.levels):
-        used = 1.0 - (1.0 - min(share, 1.0)) ** batch  # chance that a sequence of the batch uses the level
+    for level, (used, count, steps) in enumerate(of.proposals(batch)):
         if used > 0.0:
-            draft += used * cost.draft(steps, batch * share / used, context, 1.0 + of.accepted, level)
+            draft += used * cost.draft(steps, count, context, 1.0 + of.accepted, level)
     target = sum(share * cost.target(rows, batch, context) for rows, share in of.passes(batch))
     gap = cost.gap.at(batch * (1.0 + of.rows), True)
-    return Expected(1.0 + of.accepted, target, draft, gap, *plain, batch, k)
+    return Expected(1.0 + of.accepted, ratio * target, ratio * draft, ratio * gap, *plain, batch, k)
 
 
 def best(

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import mul
 
 import numpy as np
 
-from sameseed.cost.curve import LEARN, Curve, Floats, Number
-from sameseed.cost.round import RoundCost
+from sameseed.cost.curve import LEARN, Curve, Floats
+from sameseed.cost.round import RoundCost, Rows, expected
 from sameseed.spec.drafter import Round
 
 FADE = 0.97  # factor on the weight of an observation with each later one
@@ -24,7 +23,6 @@ SETTLED = 0.4  # weight of a settled round there
 FEW_TOKENS, CATCH_UP = 16, 0.5  # fewest tokens from which the catch-up cost is learned; weight of a new measurement
 MICROSECOND = 1e-6
 PROMPT_ROWS = 16  # rows of a prompt that may be added to a pass before any were measured
-MANY_ROWS = 1e9  # beyond the points a curve goes on as a straight line, whose slope so many rows have
 UNIT = 1024.0  # cached tokens: the unit of the context in a proposal's cost
 
 
@@ -170,8 +168,9 @@ class GapCost:
         return base, row
 
     def at(self, rows: float, drafted: bool) -> float:
+        """Seconds of a round over `rows` rows; one with a draft takes no less than one without."""
         base, row = self.terms(drafted)
-        return base + row * rows
+        return base + row * rows if not drafted else np.maximum(base + row * rows, self.at(rows, False))
 
     def correct(self, rows: float, drafted: bool, seconds: float) -> None:
         """Learn from a round that spent `seconds` outside the models."""
@@ -191,11 +190,6 @@ class EngineCost:
     catch_up: float = 0.0  # seconds per token that the drafter has not processed yet when it is asked
     ratios: dict[tuple[bool, int], float] = field(default_factory=dict)
 
-    @property
-    def whole(self) -> RoundCost:
-        """The costs of rounds, for `expected`."""
-        return RoundCost(self.target, (self,), self.gap)
-
     def seconds(self, steps: float, batch: float, context: float, decided: float = 1.0) -> float:
         """Seconds of a proposal, as `Proposal` has them."""
         start, step = self.draft.terms(batch, context)
@@ -206,10 +200,9 @@ class EngineCost:
 
     def as_arrays(self) -> dict[str, Floats]:
         """The costs of the models' passes as arrays, for another process; times between passes are of one hour only."""
-        target = self.target
         return {
-            "target": np.array([target.rows, target.seconds]),
-            "contexts": np.array([target.context, target.per_token, target.per_row]),
+            "target": np.array([self.target.rows, self.target.seconds]),
+            "contexts": np.array([self.target.context, self.target.per_token, self.target.per_row]),
             "catch_up": np.array([self.catch_up]),
             "draft": self.draft.as_array(),
             "at_once": np.array([float(self.draft.at_once)]),
@@ -242,27 +235,15 @@ class EngineCost:
         near = min((key for key in self.ratios if key[0] == drafted), key=lambda key: abs(key[1] - size), default=None)
         return 1.0 if near is None else self.ratios[near]
 
-    def prices(
-        self,
-        count: int,
-        rows: int,
-        num_drafting: int,
-        context: float,
-        ratios: bool = True,
-        draft: DraftCost | None = None,
-    ) -> Prices:
-        """Prices of a pass over `rows` known rows of `count` sequences, of which `num_drafting` get drafts.
+    def now(self, count: int, rows: int, measured: bool = True) -> RoundCost:
+        """The costs of rounds of `count` sequences in a pass over `rows` known rows. `measured`: apply the `ratios`?"""
+        passes = self.target if rows <= count else self.target.beside(count, rows - count)
+        ratios = (self.ratio(False, count), self.ratio(True, count)) if measured else (1.0, 1.0)
+        return RoundCost(passes, (self,), self.gap, ratios=ratios)
 
-        `context`: mean cached tokens of a sequence. `ratios`: apply the measured ratios? `draft`: the cost of proposals,
-        if it is not the usual one.
-        """
-        start, step = (draft or self.draft).terms(num_drafting, context)
-        plain, (_, row) = self.gap.at(count, False), self.gap.terms(True)
-        start += max(0.0, self.gap.at(count, True) - plain)
-        slope = row + self.target.extra(1, 0, context)
-        fixed = self.target.extra(count, count, context) + plain
-        both = (self.ratio(False, count), self.ratio(True, count)) if ratios else (1.0, 1.0)
-        return Prices(self.target, count, rows, fixed, slope, start, step, *both)
+    def row(self, context: float) -> float:
+        """Seconds of one more draft row after `context` cached tokens, beside those of the target's curve."""
+        return self.gap.terms(True)[1] + self.target.extra(1, 0, context)
 
     def learn(
         self,
@@ -285,15 +266,14 @@ class EngineCost:
         contexts = [len(seq) for seq in round_.seqs]
         asking = [n for n, k in zip(contexts, round_.num_asked, strict=True) if k]
         drafted, context = bool(asking), sum(contexts) / max(1, num_seqs)
-        prompts = round_.num_rows > num_seqs + num_nodes
-        if not (prompts or catching_up):
-            prices = self.prices(num_seqs, num_seqs, len(asking), context, False, draft)
-            expected = prices.seconds(num_nodes, steps) if drafted else prices.plain
-            took = times.whole
+        if round_.num_rows == num_seqs + num_nodes and not catching_up:  # a pass without prompts
+            cost = replace(self, draft=draft or self.draft).now(num_seqs, num_seqs, measured=False)
+            rows = Rows(0.0, num_nodes / num_seqs, steps, len(asking))
+            seconds = expected(cost, rows, int(drafted), num_seqs, context).seconds
             key = (drafted, num_seqs.bit_length())
             known = self.ratios.get(key, 1.0)
             weight, least = (SETTLED, 0.5) if settled else (LEARN, 0.8)
-            self.ratios[key] = known + weight * (min(max(took / expected, least * known), 1.25 * known) - known)
+            self.ratios[key] = known + weight * (min(max(times.whole / seconds, least * known), 1.25 * known) - known)
         if drafted and not catching_up:
             (draft or self.draft).learn(steps, len(asking), sum(asking) / len(asking), times.draft)
         self.gap.correct(num_seqs + num_nodes, drafted, times.verify + times.schedule)
@@ -303,48 +283,3 @@ class EngineCost:
                 self.scale(1.0 + self.target.slower(round_.num_rows, times.target, extra))
             else:
                 self.target.correct(round_.num_rows, times.target, extra)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """The cost of a round for `count` sequences, with and without a draft, in a pass with `rows` known rows.
-
-    Prompt rows in the pass cost the same with or without a draft, so they are left out. A round costs what a pass over
-    `count` rows costs, plus what the draft adds to the pass over `rows` rows. Otherwise drafts would look cheap in
-    passes made long by prompts, although draft rows cost more there than in the next pass.
-    """
-
-    target: Curve
-    count: int
-    rows: int
-    fixed: float  # seconds for long contexts, and outside the models
-    slope: float  # seconds per draft row for long contexts, and outside the models
-    start: float  # seconds of a proposal before its first step, and what a draft adds outside the models
-    step: float  # seconds of a step of the proposal
-    plain_ratio: float = 1.0  # measured over expected time of rounds without a draft
-    draft_ratio: float = 1.0  # the same of rounds with a draft
-
-    @cached_property
-    def plain(self) -> float:
-        """Seconds of a round without a draft."""
-        return self._without * self.plain_ratio
-
-    @cached_property
-    def _without(self) -> float:
-        return self.target.at(float(min(self.count, self.rows))) + self.fixed
-
-    @cached_property
-    def _known(self) -> float:
-        return self.target.at(float(self.rows))
-
-    def seconds(self, more: Number, steps: Number) -> Number:
-        """Seconds of a round with `more` draft rows, drafted in `steps` steps; of several drafts at once as arrays."""
-        added = self.target.at(self.rows + more) - self._known + self.slope * more
-        return (added + self.step * steps + (self._without + self.start)) * self.draft_ratio
-
-    @property
-    def least_per_row(self) -> float:
-        """Seconds that a draft row adds at least, however many there are."""
-        more = [m for m in (*self.target.rows, MANY_ROWS) if m > self.rows]
-        least = min((self.target.at(m) - self._known) / (m - self.rows) for m in more)
-        return (least + self.slope) * self.draft_ratio

@@ -41,18 +41,15 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
     about `seconds`, but `PASSES` passes have `MOST` seconds. A small cache, or too little time, gives fewer points.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
-    context = min(SHORT, room // 2)
+    context, long = min(SHORT, room // 2), min(longest, room - MANY)
     sizes = [m for m in rows if context + m <= room]
-    long = min(longest, room - MANY)
-    kinds = [(context, m) for m in sizes]
-    if long >= 4 * context and {FEW, MANY} <= {*sizes}:
-        kinds += [(long, FEW), (long, MANY)]
+    after_long = [(long, m) for m in (FEW, MANY) if long >= 4 * context and {FEW, MANY} <= {*sizes}]
+    kinds = [*((context, m) for m in sizes), *after_long]
     seq = Sequence(-1, [0] * max(context, long), SamplingParams(), 0)
     runner.blocks.reserve(seq, max(context + sizes[-1], long + MANY))
     drafts = {kind: [0] * (kind[1] - 1) for kind in kinds}
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-    start = time.perf_counter()
-    end = start + seconds
+    end = (start := time.perf_counter()) + seconds
     try:
         # The first pass of a size may include one-time preparation: the second one follows at once.
         for kind in [kind for kind in kinds for _ in range(2)] + (REPEATS - 2) * kinds:
@@ -68,13 +65,13 @@ def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = RO
                 end = max(end, start + min(PASSES * times[kinds[0]][1], MOST))
     finally:
         runner.blocks.release(seq)
-    took_by = {kind: median(each[1:]) for kind, each in times.items() if each}
-    points = [(m, took_by[context, m]) for m in sizes if (context, m) in took_by]
-    if (long, MANY) not in took_by:
-        return Curve(points, context)
-    few, many = ((took_by[long, m] - took_by[context, m]) / (long - context) for m in (FEW, MANY))
-    per_row = max(0.0, (many - few) / (MANY - FEW))
-    return Curve(points, context, max(0.0, few - FEW * per_row), per_row)
+    medians = {kind: median(each[1:]) for kind, each in times.items() if each}
+    curve = Curve([(m, medians[context, m]) for m in sizes if (context, m) in medians], context)
+    if after_long and after_long[-1] in medians:
+        few, many = ((medians[long, m] - medians[context, m]) / (long - context) for m in (FEW, MANY))
+        curve.per_row = max(0.0, (many - few) / (MANY - FEW))
+        curve.per_token = max(0.0, few - FEW * curve.per_row)
+    return curve
 
 
 @one_thread()

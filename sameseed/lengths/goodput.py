@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence as Seq, Set
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 
+import numpy as np
+
 from sameseed.cost.curve import Curve
-from sameseed.cost.running import DraftCost, EngineCost, Prices
+from sameseed.cost.round import NOTHING, RoundCost, Rows, expected
+from sameseed.cost.running import DraftCost, EngineCost
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import SHARE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
-from sameseed.lengths._search import Offers, alone, shared
+from sameseed.lengths._search import Offers, best_lengths
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Round
@@ -64,7 +67,7 @@ class GoodputLength:
         self._rate = 0.0  # tokens per second that the last decision expects
         self._promise = [10.0, 10.0]  # tokens decided, and tokens expected in the same time; older rounds decay
         # What `ends` needs: acceptance rate of a token after accepted ones; tokens per second; seconds per draft row
-        # (`Prices.slope`); tokens that a step of the drafter must bring; rows of the pass without drafts.
+        # (`EngineCost.row`); tokens that a step of the drafter must bring; rows of the pass without drafts.
         self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
         self._rest, self._resting = 0, (0, 0)  # rounds left of the rest; its batch size and last sequence
@@ -205,13 +208,14 @@ class GoodputLength:
         known_from = {i: length + STATES_NEEDED for i, length in self._missed.items()}
         missed = {b for b, seq in enumerate(seqs) if len(seq) < known_from.get(seq.seq_id, 0)}
         offers = [[] if b in missed else o for b, o in enumerate(offers)]
-        lengths, prices = self._best(offers, seqs, rows, budget, size)
+        assert self.cost is not None
+        cost, context = self.cost.now(size, rows), sum(map(len, seqs)) / len(seqs)
+        lengths = self._best(offers, budget, cost, size, context)
         starts = [self._catch_up_seconds(seq) for seq in seqs]
-        late = self._never_recovered(seqs, offers, lengths, starts, prices)
-        if late:
-            lengths, prices = self._best(
-                [[] if b in late else o for b, o in enumerate(offers)], seqs, rows, budget, size
-            )
+        if late := self._never_recovered(seqs, offers, lengths, starts):
+            others = [[] if b in late else o for b, o in enumerate(offers)]
+            lengths = self._best(others, budget, cost, size, context)
+        self._set_next(rows, max(1, sum(k > 0 for k in lengths)), context)
         self.budget.end_trial()
         for seq, k in zip(seqs, lengths, strict=True):
             if (k > 0) != (seq.seq_id in self._drafting) or seq.seq_id == self.budget.tried:
@@ -219,19 +223,21 @@ class GoodputLength:
         self._drafting = {seq.seq_id for seq, k in zip(seqs, lengths, strict=True) if k}
         left = self.num_draft_tokens * len(seqs) if budget is None else budget - sum(lengths)
         # Drafts with probabilities may be longer (2k + 2) if they can end early or steps are free: `trim` cuts them.
-        if self.acceptance.tells and (self._may_end or prices.step < FREE_STEP * prices.plain):
+        step = self.cost.draft.terms(len(seqs), context)[1]
+        if self.acceptance.tells and (self._may_end or step < FREE_STEP * self._plain):
             for b, k in enumerate(lengths):
                 more = min(k + 2, self.num_draft_tokens - k, left) if k else 0
                 lengths[b], left = k + more, left - more
-        possible = POSSIBLE_SAVING / size * prices.plain  # seconds per round saved by drafts of one sequence
+        possible = POSSIBLE_SAVING / size * self._plain  # seconds per round saved by drafts of one sequence
         idle = [b for b, k in enumerate(lengths) if not k and starts[b] <= possible * self._tokens_left(seqs[b])]
         idle = [b for b in idle if b not in missed]
         self._can_try, self._none_to_try = bool(idle), not idle and len(missed) < len(seqs)
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
-            lost = prices.seconds(trial, trial) / prices.plain - 1.0
+            round_ = expected(cost, Rows(0.0, trial / size, trial, len(seqs)), trial, size, context)
+            lost = round_.seconds / self._plain - 1.0
             brought = sum(gain for gain, _, _ in self.acceptance.offers(-1, trial)) / size
-            start = min(starts[b] for b in idle) / prices.plain
+            start = min(starts[b] for b in idle) / self._plain
             tried = self.budget.next([seqs[b] for b in idle], TRIAL_ROUNDS * max(lost - brought, 0.0) + start)
             if tried is not None:
                 lengths[seqs.index(tried)] = min(self.budget.trial_tokens, self.num_draft_tokens, left)
@@ -264,43 +270,35 @@ class GoodputLength:
         return float(most) if ends < 1.0 else min(most, tokens / ends)
 
     def _never_recovered(
-        self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float], prices: Prices
+        self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float]
     ) -> set[int]:
         """Indices of sequences whose drafting pays, but for too few rounds to make up for the drafter's catch-up."""
         drafting = [b for b, k in enumerate(lengths) if k]
         gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
         tokens = self._count + sum(gains.values())
-        saved = tokens * (prices.plain / self._count - 1.0 / self._rate) if drafting else 0.0  # seconds per round
+        saved = tokens * (self._plain / self._count - 1.0 / self._rate) if drafting else 0.0  # seconds per round
         rounds = {b: self._tokens_left(seqs[b]) / (1.0 + gains[b]) for b in drafting}
         return {b for b in drafting if starts[b] > saved / len(drafting) * rounds[b]}
 
-    def _best(
-        self, offers: Seq[Offers], seqs: Seq[Sequence], rows: int, budget: int | None, size: int
-    ) -> tuple[list[int], Prices]:
-        """The best lengths by the estimates, and prices. All are 0 unless they beat plain decoding by `PAYS`."""
-        assert self.cost is not None
-        mean = sum(map(len, seqs)) / len(seqs)
-        prices = self.cost.prices(size, rows, len(seqs), mean)
-        if len(seqs) == 1:
-            best, promised = alone(offers[0][:budget], size, prices)
-        else:
-            best, promised = shared(offers, budget, size, prices)
-        self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / prices.plain)), LONGEST_HOLD)
-        self._rate, self._plain, self._count = promised, prices.plain, size
-        self._set_next(rows, prices, max(1, sum(k > 0 for k in best)), mean)
-        return best, prices
+    def _best(self, offers: Seq[Offers], budget: int | None, cost: RoundCost, size: int, context: float) -> list[int]:
+        """The best lengths by the estimates. All are 0 unless they beat plain decoding by `PAYS`."""
+        self._plain, self._count = expected(cost, NOTHING, 0, size, context).plain, size
+        best, self._rate = best_lengths(offers, budget, cost, size, context, self._plain)
+        self._hold = min(max(HOLD_ROUNDS, round(HOLD_SECONDS / self._plain)), LONGEST_HOLD)
+        return best
 
     @property
     def _tokens_per_second(self) -> float:
         """Expected tokens per second, times how well recent expectations were met (at most 1.25)."""
         return self._rate * min(self._promise[0] / self._promise[1], 1.25)
 
-    def _set_next(self, rows: float, prices: Prices, num_seqs: int, context: float) -> None:
+    def _set_next(self, rows: float, num_seqs: int, context: float) -> None:
         """Set `_next`, by which `ends` weighs one more token per chain against the drafting step."""
         every, worth = self.acceptance.all, self._tokens_per_second
         rate = (sum(every.hits) + every.weight) / (sum(every.tries) + every.weight)
-        step = self._chains.terms(num_seqs, context)[1] if self._chains.seen > PROPOSALS_NEEDED else prices.step
-        self._next = rate, worth, prices.slope, worth * step, rows
+        assert self.cost is not None
+        draft = self._chains if self._chains.seen > PROPOSALS_NEEDED else self.cost.draft
+        self._next = rate, worth, self.cost.row(context), worth * draft.terms(num_seqs, context)[1], rows
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft without the nodes that cost more time than they bring, for sequences `members` (None: all).
@@ -324,8 +322,8 @@ class GoodputLength:
         likely = [(p, b, i) for b, nodes in able.items() for i, p in enumerate(nodes.likely)]
         likely.sort(key=itemgetter(0), reverse=True)  # stable: parents come before children
         rows = num_rows + len(draft.tokens) - len(likely)
-        prices = self.cost.prices(len(able), rows, len(able), sum(len(seqs[b]) for b in able) / len(able))
-        count = self._num_worth([p for p, _, _ in likely], rows, prices)
+        row = self.cost.row(sum(len(seqs[b]) for b in able) / len(able))
+        count = self._num_worth([p for p, _, _ in likely], rows, row)
         if count == len(likely):
             return draft
         keep: dict[int, list[int]] = {b: [] for b in able}
@@ -336,17 +334,15 @@ class GoodputLength:
             self._nodes[seqs[b].seq_id] = nodes.kept(keep[b])
         return draft.kept([keep.get(b) for b in range(len(seqs))])
 
-    def _num_worth(self, likely: Seq[float], rows: int, prices: Prices) -> int:
-        """How many of these nodes, the likeliest first, to keep for the largest gain over the worth of their time."""
-        tokens, best, best_gain, rate = 0.0, 0, 0.0, self._tokens_per_second
-        target, slope = prices.target, prices.slope
-        before = target.at(rows)
-        for n, p in enumerate(likely, 1):
-            tokens += p
-            gain = tokens - rate * (target.at(rows + n) - before + slope * n)
-            if gain > best_gain:
-                best, best_gain = n, gain
-        return best
+    def _num_worth(self, likely: Seq[float], rows: int, row: float) -> int:
+        """How many of these nodes, the likeliest first, to keep for the largest gain over the worth of their time.
+
+        `row`: seconds of a row beside those of the target's curve.
+        """
+        assert self.cost is not None
+        curve, more = self.cost.target, np.arange(len(likely) + 1.0)
+        gains = np.append(0.0, np.cumsum(likely)) - self._tokens_per_second * (curve.at(rows + more) + row * more)
+        return int(gains.argmax())
 
     def pass_over(self) -> bool:
         """Count a round of a rest without learning from it. False if the round must go to `update` instead."""

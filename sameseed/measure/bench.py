@@ -176,8 +176,7 @@ class Bench:
         """
         if arm.plain:
             return None
-        engine = self.install(arm)
-        key = _key(arm)
+        engine, key = self.install(arm), _key(arm)
         if self._target is None:
             config = experts.count(self.llm.engine.runner, resolve_model(self._model), plain.completions)
             self._target = experts.in_texts(measure_curve(engine.runner), config)

@@ -17,7 +17,7 @@ from typing import Any
 from sameseed import ops
 from sameseed.config import SpecConfig, draft_text
 from sameseed.cost import experts
-from sameseed.cost.round import PlaceRates, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import NOTHING, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
@@ -37,7 +37,6 @@ SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
 PROBE = 16  # tokens of the text that says how fast plain decoding is
 TRIED = 12  # most prompts of a draft's trial
-NOTHING = PlaceRates((0.0,))
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
 
@@ -129,7 +128,7 @@ class TargetBench:
             runs[one.num_draft_tokens] = TrialRun.of(run, bool(Level.of(spec).in_turn))
             self.mean_tokens = run.num_tokens / len(run.completions)
         if not self.trials:
-            experts.count(self.bench.llm.engine.runner, resolve_model(self.asked.model), run.completions)
+            self.config = experts.count(self.bench.llm.engine.runner, resolve_model(self.asked.model), run.completions)
         return Trial(runs, LONGEST)
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:

@@ -24,15 +24,6 @@ LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a m
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A figure and its 80 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Bound:
     """A bound that nine of ten requests must keep: `name` is "ttft" (time to first token) or "itl" (a later token)."""
 

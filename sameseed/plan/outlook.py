@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sameseed.cost.round import PAYS, PlaceRates, Proposal, RoundCost, expected
+from sameseed.cost.round import NOTHING, PAYS, PlaceRates, Proposal, RoundCost, expected
 from sameseed.errors import ConfigError
 from sameseed.tuned import TunedFigure
 
@@ -133,7 +133,7 @@ def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: 
     """
     found = []
     for batch in batches:
-        plain = expected(cost, PlaceRates((0.0,)), 0, batch, context).tokens_per_s
+        plain = expected(cost, NOTHING, 0, batch, context).tokens_per_s
         level, one = (cost.spread, cost.spread * _long(batch)), TunedFigure(1.0, 1.0, 1.0, cost.grade)
         found.append(DraftSpeed("none", batch, 0, True, figure(plain, cost.grade, *level), one, one, 0.0))
         for draft in drafts:

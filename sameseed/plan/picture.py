@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sameseed.plan.grid import Interval
 from sameseed.plan.tune import TuneOutcome
 from sameseed.report import record
 from sameseed.report.plot import Panel, Series, draw as draw_panels
+from sameseed.tuned import TunedFigure
 
 
 def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
@@ -52,7 +52,7 @@ def frontier(outcome: TuneOutcome) -> list[tuple[str, Any, Any, bool]]:
     ]
 
 
-def _points(label: str, pairs: list[tuple[Interval, Interval]], names: list[str]) -> Series:
+def _points(label: str, pairs: list[tuple[TunedFigure, TunedFigure]], names: list[str]) -> Series:
     """Pairs of figures with their intervals in both directions."""
     points = [(x.value, y.value) for x, y in pairs]
     across = [(x.low, x.high) for x, _ in pairs]

@@ -11,12 +11,12 @@ from sameseed.errors import ConfigError
 from sameseed.measure.quality.perplexity import Perplexity, perplexity, ratio
 from sameseed.measure.workload import ASSETS, read_prompts
 from sameseed.plan.candidates import TargetBench, Tell
-from sameseed.plan.grid import Interval, TuneRequest
-from sameseed.tuned import Loser
+from sameseed.plan.grid import TuneRequest
+from sameseed.tuned import Loser, TunedFigure
 
 WINDOW, STRIDE = 256, 128  # short, so that a few thousand tokens give many windows to resample
 HELD_OUT = (ASSETS / "prompts_heldout.jsonl", ASSETS / "prompts.jsonl")
-Ratios = dict[tuple[str, str], Interval]  # by formats of weights and cache; intervals hold 95 %
+Ratios = dict[tuple[str, str], TunedFigure]  # by formats of weights and cache; intervals hold 95 %
 
 
 def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., Any], tell: Tell) -> Ratios:
@@ -33,7 +33,7 @@ def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., A
     found: Ratios = {}
     for target in targets:
         if target.bench.llm is own:
-            found["auto", "auto"] = Interval(1.0, 1.0, 1.0)
+            found["auto", "auto"] = TunedFigure(1.0, 1.0, 1.0)
             continue
         mine = _perplexity(target.bench.llm, text, asked, tell, target.name)
         value, interval = ratio(mine, base, asked.params.seed or 0)
@@ -41,7 +41,7 @@ def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., A
             raise ConfigError(
                 f"a text of {base.tokens} tokens tells nothing of quality; give --quality-text a longer one"
             )
-        found[target.format, target.kv_format] = Interval(
+        found[target.format, target.kv_format] = TunedFigure(
             value, *(interval if math.isfinite(value) else (value, value))
         )
     return found

@@ -18,8 +18,9 @@ import numpy as np
 from sameseed.cost.round import Expected
 from sameseed.engine.engine import Engine
 from sameseed.measure.bench import Job, Run, run_batch
-from sameseed.plan.grid import Interval, Setting, TuneRequest
+from sameseed.plan.grid import Setting, TuneRequest
 from sameseed.plan.outlook import Z90
+from sameseed.tuned import TunedFigure
 
 OFF = 0.15  # 80 % of the 5,790 predictions in benchmarks/results/tune.jsonl are less far off, as logarithms
 SAMPLES, LOW, HIGH = 400, 0.1, 0.9  # bootstrap samples, and the quantiles of an 80 % interval
@@ -64,10 +65,10 @@ class Contestant:
         """Geometric mean of predicted tokens/s over these batch sizes."""
         return geometric_mean(self.promised[b] for b in batches)
 
-    def over(self, plain: Contestant, batch: int) -> Interval:
+    def over(self, plain: Contestant, batch: int) -> TunedFigure:
         """Predicted speed-up over the setting `plain` at a batch size."""
         value = self.promised[batch] / plain.promised[batch]
-        return Interval(value, value * math.exp(-OFF), value * math.exp(OFF))
+        return TunedFigure(value, value * math.exp(-OFF), value * math.exp(OFF), "profiled")
 
     def run(self, batch: int, members: Seq[int]) -> None:
         """Run these prompts together, and record tokens, times and texts."""
@@ -133,13 +134,13 @@ def may_win(c: Contestant, leader: Contestant, asked: TuneRequest) -> bool:
     return ratio(c, leader, asked.looked_at).high >= 1.0
 
 
-def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> Interval:
+def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) -> TunedFigure:
     """Tokens/s over another's, on the batches of prompts that both ran; the geometric mean over batch sizes.
 
     The interval (80 %) is a bootstrap over pairs, widened for few; a single pair is taken to scatter by `NOISE`.
     """
     if one is other:
-        return Interval(1.0, 1.0, 1.0)
+        return TunedFigure(1.0, 1.0, 1.0)
     rng = np.random.default_rng(seed)
     value, spread = 0.0, np.zeros(SAMPLES)
     for batch in batches:
@@ -153,7 +154,7 @@ def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) 
         off = NOISE * rng.standard_normal(SAMPLES) if count == 1 else widened(count) * (logs[1:] - logs[0])
         spread += off / len(batches)
     low, high = np.exp(value + np.quantile(spread, (LOW, HIGH)))
-    return Interval(math.exp(value), min(math.exp(value), float(low)), max(math.exp(value), float(high)))
+    return TunedFigure(math.exp(value), min(math.exp(value), float(low)), max(math.exp(value), float(high)))
 
 
 def widened(num: int) -> float:

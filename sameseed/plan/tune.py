@@ -21,7 +21,7 @@ from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.candidates import TargetBench, Tell, load_targets, no_time, survivors
-from sameseed.plan.grid import Interval, Setting, TuneRequest, options_of, tried
+from sameseed.plan.grid import Setting, TuneRequest, options_of, tried
 from sameseed.plan.race import Contestant, anew, first_rung, missed, race, ratio
 from sameseed.plan.trials import Trial
 from sameseed.report import record
@@ -62,7 +62,7 @@ class TuneOutcome:
     def best(self) -> Contestant:
         return self.order[0]
 
-    def speedup(self, contestant: Contestant, batch: int | None = None) -> Interval:
+    def speedup(self, contestant: Contestant, batch: int | None = None) -> TunedFigure:
         """Measured speed-up over plain decoding in the first format.
 
         At one batch size, or over those by which the objective judges.
@@ -186,8 +186,8 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     spec, drafting = setting.spec, not setting.plain
     batches, machine = sorted(asked.batches), machine_here(str(asked.settings.get("device", "cpu")))
     name = "speedup_batch_{}"
-    predicted = {name.format(b): _figure(best.over(found.plain, b), "profiled", found.error(best, b)) for b in batches}
-    measured = {name.format(b): _figure(found.speedup(best, b)) for b in batches}
+    predicted = {name.format(b): replace(best.over(found.plain, b), error=found.error(best, b)) for b in batches}
+    measured = {name.format(b): found.speedup(best, b) for b in batches}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
     trial = found.trials.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
@@ -209,16 +209,12 @@ def as_tuned(found: TuneOutcome) -> Tuned:
         scope=_scope(found),
         predicted=predicted,
         measured=measured,
-        quality={} if ratios is None else {"perplexity_ratio": _figure(ratios)},
+        quality={} if ratios is None else {"perplexity_ratio": ratios},
         acceptance=AcceptRates() if trial is None else trial.rates(spec.num_draft_tokens),
         rejected=tuple(losers(found)),
         date=record.now(),
         commit=record.commit(),
     )
-
-
-def _figure(x: Interval, grade: str = "measured", error: float | None = None) -> TunedFigure:
-    return TunedFigure(x.value, x.low, x.high, grade, error)
 
 
 def _scope(found: TuneOutcome) -> Scope:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from sameseed.plan.candidates import Tell
-from sameseed.plan.grid import Interval, TuneRequest
+from sameseed.plan.grid import TuneRequest
 from sameseed.plan.race import Contestant, anew, race, ranked, ratio
 from sameseed.plan.tune import TuneOutcome, differing
 from sameseed.report import record
 from sameseed.report.schemas import TUNE_SCHEMA
+from sameseed.tuned import TunedFigure
 
 USUAL = 4  # draft tokens of a common default
 FINALISTS, REPEATS = 8, 6  # settings among which the best is found, and how often they run again
@@ -32,7 +33,7 @@ class Behind:
     """A setting, and the share of the best one's speed that it lacks, with an 80 % interval."""
 
     setting: str
-    share: Interval
+    share: TunedFigure
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def compare(
 
     def behind(c: Contestant) -> Behind:
         x = ratio(next(f for f in finals if f.setting == c.setting), best, asked.looked_at)
-        return Behind(c.label, Interval(1 - x.value, 1 - x.high, 1 - x.low))
+        return Behind(c.label, TunedFigure(1 - x.value, 1 - x.high, 1 - x.low))
 
     pairs = [[(c.over(plain, b), ratio(c, plain, (b,))) for b in asked.batches] for c in drafting]
     rows = [
@@ -133,19 +134,18 @@ def compare(
         }
         for c, its in zip(drafting, pairs, strict=True)
     ]
-    baselines = {name: behind(c) for name, c in usual.items()}
     return Regret(
         REPEATS,
         best.label,
         behind(chosen),
-        baselines,
+        {name: behind(c) for name, c in usual.items()},
         _errors([x for its in pairs for x in its]),
         rows,
         differing(held),
     )
 
 
-def _errors(pairs: Seq[tuple[Interval, Interval]]) -> PredictionError:
+def _errors(pairs: Seq[tuple[TunedFigure, TunedFigure]]) -> PredictionError:
     if not pairs:
         return PredictionError(0.0, 0.0, 0.0, 0.0, 0)
     off = [abs(p.value / m.value - 1.0) for p, m in pairs]
@@ -153,7 +153,7 @@ def _errors(pairs: Seq[tuple[Interval, Interval]]) -> PredictionError:
     return PredictionError(median(off), float(np.quantile(off, 0.9)), max(off), inside / len(pairs), len(pairs))
 
 
-def _agree(one: Interval, other: Interval) -> bool:
+def _agree(one: TunedFigure, other: TunedFigure) -> bool:
     """Do the two differ by no more than an 80 % interval of their difference?"""
     low, high = (one, other) if one.value <= other.value else (other, one)
     apart = math.log(high.value / low.value)

@@ -87,7 +87,7 @@ def test_costs_of_a_running_engine():
     engine.draft.coefficients[:] = (0.1, 0.0, 0.2, 0.05, 0.4)
     engine.gap.plain.coefficients[:], engine.gap.plain.seen = (0.3, 0.01), 1
     engine.gap.drafted.coefficients[:], engine.gap.drafted.seen = (0.32, 0.02), 1
-    cost = engine.whole
+    cost = engine.now(1, 1)
     assert cost.draft(2, 1, 512, 1.0) == pytest.approx(0.1 + 2 * (0.25 + 0.2))
     assert cost.gap.at(2, True) == pytest.approx(0.36) and cost.gap.at(2, False) == pytest.approx(0.32)
     assert cost.prompt(3, drafted=True) - cost.prompt(3) == pytest.approx(1.5)
@@ -225,13 +225,11 @@ def test_all_rows_are_no_cut(pair, pair_folders, caplog):
 def test_a_head_without_the_frequent_tokens_keeps_those_that_it_has(pair, pair_folders):
     said, drafter = SaidTokens(pair_folders[0], MODEL_VOCAB), make_engine(pair, "eagle").drafter
     drafter.whole = drafter.runner.model = head = with_vocabulary(drafter.whole, torch.arange(100))
-    for _ in range(9):
-        said.add([*range(200, 264)])
+    said.add([*range(200, 208)])
     said.follow(drafter, pair.target.weights.read_bytes, "8")
     said.add([*range(200, 208)] * 9)
     assert drafter.runner.model is head, "while it serves, nothing fails"
-    for _ in range(9):
-        said.add([*range(8)] * 99)
+    said.add([*range(8)] * 99)
     assert drafter.runner.model.weights.target_ids.tolist() == list(range(8))
 
 

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from lawkit import finished, make_engine, random_prompts, run, texts
+from lawkit import finished, make_engine, random_prompts, run, sequences, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import PAYS
@@ -18,10 +18,6 @@ from sameseed.lengths.fixed import FixedLength
 from sameseed.lengths.goodput import GoodputLength
 from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
 from sameseed.spec.drafter import Drafter, Round
-
-
-def sequences(count):
-    return [Sequence(b, [1], SamplingParams(), 0) for b in range(count)]
 
 
 class World:
@@ -126,7 +122,7 @@ def test_the_choice_is_the_best_of_all():
 
         best = max(itertools.product(range(4), repeat=3), key=worth)
         offers = [policy.acceptance.offers(seq.seq_id, 3) for seq in seqs]
-        chosen = tuple(policy._best(offers, seqs, 3, None, 3)[0])
+        chosen = tuple(policy._best(offers, None, policy.cost.now(3, 3), 3, 1.0))
         nothing = worth((0, 0, 0))
         if worth(best) > nothing * (2 * PAYS - 1):
             assert worth(chosen) >= 0.97 * worth(best), (seed, chosen, best)
@@ -267,9 +263,9 @@ class Reader(Drafter):
 @pytest.mark.parametrize("limit", [24, 1000])
 def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit):
     """A prompt is read for a long answer, unless answers were short by themselves."""
-    policy = GoodputLength(4, curve(flat))
+    policy = GoodputLength(4, curve(lambda rows: 10 * flat(rows)))
     policy.drafter = Reader()
-    policy.cost.catch_up = 0.002
+    policy.cost.catch_up = 0.02
     for i in range(8):
         short = Sequence(i, [1] * 300, SamplingParams(max_tokens=limit), 0)
         short.token_ids += [1] * 24

@@ -4,22 +4,18 @@ import copy
 import random
 
 import pytest
-from lawkit import SAMPLED, TreeDrafter, finished, knowing, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, TreeDrafter, finished, knowing, make_engine, random_prompts, run, sequences, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
 from sameseed.engine.policies import RequestPolicies
 from sameseed.lengths._acceptance import Acceptance, DraftNodes
 from sameseed.lengths.goodput import GoodputLength
-from sameseed.request import Request, SamplingParams, Sequence, Speculation, TimeSplit
+from sameseed.request import Request, SamplingParams, Speculation, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Round
 
 STEEP = Curve([(m, 0.03 * (1 + 0.1 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
-
-
-def sequences(count, length=1):
-    return [Sequence(b, [1] * length, SamplingParams(), 0) for b in range(count)]
 
 
 def random_tree(rng, size):

@@ -68,6 +68,11 @@ def ours(per_pos, stages, drafts=1000, passes=1000, **why):
     return text + page("sameseed", {}, tables)
 
 
+def vllm_rounds(per_pos, seconds):
+    """A page of vLLM after 1000 rounds that took so many seconds."""
+    return drafted("vllm", per_pos, inter_token_latency_seconds_sum=seconds, inter_token_latency_seconds_count=1000)
+
+
 def found(text, costs=None, plain=None):
     return diagnose(read_text(text), costs, plain)
 
@@ -115,20 +120,8 @@ def test_vllm_behind_our_server_is_advised_in_its_own_words():
             drafted("llama.cpp", [300, 60, 9], tokens_predicted_seconds_total=30), 50, "weak draft",
             "--spec-draft-n-max 1",
         ),
-        (
-            drafted(
-                "vllm", [700, 100, 10, 1], inter_token_latency_seconds_sum=14, inter_token_latency_seconds_count=1000
-            ),
-            100.0,
-            "k too large",
-            '"num_speculative_tokens": 1',
-        ),
-        (
-            drafted("vllm", [800, 640], inter_token_latency_seconds_sum=20, inter_token_latency_seconds_count=1000),
-            100.0,
-            "slow rounds",
-            "ngram_gpu",
-        ),
+        (vllm_rounds([700, 100, 10, 1], 14), 100.0, "k too large", '"num_speculative_tokens": 1'),
+        (vllm_rounds([800, 640], 20), 100.0, "slow rounds", "ngram_gpu"),
         (page("vllm", {"generation_tokens_total": 900}), None, "no drafter", "--speculative-config"),
         (drafted("vllm", [0, 0], drafts=0, generation_tokens_total=900), None, "no draft", "--speculative-config"),
         (page("llama.cpp", {"tokens_predicted_total": 900}), None, "no drafter", "-md"),
@@ -187,14 +180,11 @@ def test_a_fault_beside_speculation_that_pays_is_what_could_be_better():
 
 def test_costs_of_the_server_itself_are_used():
     costs = {str(m): s / 1e3 for m, s in zip(ROWS, MS, strict=True)}
-    text = ours([600, 200, 60, 20, 7, 2, 1, 0], (6, 13, 0.5)) + page(
-        "sameseed", {}, {"pass_cost_seconds": ("rows", costs)}
-    )
-    diagnosis = found(text)
+    passes = page("sameseed", {}, {"pass_cost_seconds": ("rows", costs)})
+    diagnosis = found(STAGED["k too large"][0] + passes)
     assert (diagnosis.need_is, diagnosis.faults[0].name) == ("costs", "k too large")
-    assert diagnosis.need == pytest.approx(
-        (12 + 8 / 8 + 0.5 + 6) / 10.5
-    )  # 9 rows lie an eighth of the way from 8 to 16
+    need = (12 + 8 / 8 + 0.5 + 6) / 10.5
+    assert diagnosis.need == pytest.approx(need), "9 rows lie an eighth of the way from 8 to 16"
     measured = LLM("embedded", "embedded-draft", policy="goodput")
     measured.generate("One day", SamplingParams(max_tokens=24))
     assert "1" in measured.engine.pass_costs and not LLM("embedded", policy="fixed").engine.pass_costs

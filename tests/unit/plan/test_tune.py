@@ -19,11 +19,11 @@ from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
 from sameseed.plan.candidates import TargetBench, load_targets, survivors
-from sameseed.plan.grid import Bound, Interval, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
+from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.race import Contestant, missed, race, ratio
 from sameseed.plan.trials import Trial, TrialRun
 from sameseed.request import SamplingParams
-from sameseed.tuned import Tuned
+from sameseed.tuned import Tuned, TunedFigure
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))
 PARAMS = SamplingParams(max_tokens=8, seed=1)
@@ -65,10 +65,8 @@ def test_the_grid():
         ("first", ["auto", "w8a8"], False), ("first", ["auto", "w8a8"], True),
     ]  # fmt: skip
     leaves = Setting("auto", "auto", found[2])
-    assert (
-        leaves.way == "self_quant + embedded-draft siblings"
-        and max(s.num_draft_tokens for s in lengths_of(found[2])) == 16
-    )
+    assert leaves.way == "self_quant + embedded-draft siblings"
+    assert max(s.num_draft_tokens for s in lengths_of(found[2])) == 16
     again = resolve(make_config(leaves.draft, policy="fixed", draft_options=options_of(found[2])).spec).spec
     assert again == found[2], "a profile's options say the same"
     names = ["suffix + ngram > self_quant", "(ngram > embedded-draft) + suffix"]
@@ -131,10 +129,8 @@ class Runs:
 
 
 def ngrams(count):
-    return [
-        Runs(SpecConfig(), 1.0),
-        *(Runs(SpecConfig("ngram", num_draft_tokens=k), 1.0 + 0.1 * k) for k in range(count)),
-    ]
+    drafting = [Runs(SpecConfig("ngram", num_draft_tokens=k), 1.0 + 0.1 * k) for k in range(count)]
+    return [Runs(SpecConfig(), 1.0), *drafting]
 
 
 def test_the_race():
@@ -214,7 +210,7 @@ def test_a_small_budget_takes_fewer_settings_and_prompts():
 
 def test_formats_beyond_the_bound_are_dropped_and_named():
     targets = [SimpleNamespace(format=f, kv_format="auto", name=f) for f in ("auto", "w8a8", "w4a8")]
-    ratios = {("w8a8", "auto"): Interval(1.03, 1.01, 1.05), ("w4a8", "auto"): Interval(1.2, 1.1, 1.3)}
+    ratios = {("w8a8", "auto"): TunedFigure(1.03, 1.01, 1.05), ("w4a8", "auto"): TunedFigure(1.2, 1.1, 1.3)}
     lost = []
     kept = quality.kept(asked(quality=1.02), targets, ratios, lost)
     assert [t.format for t in kept] == ["auto", "w8a8"]
