@@ -86,8 +86,7 @@ class Curve:
     def beside(self, batch: float, others: float) -> Curve:
         """The curve of passes that `others` rows of prompts share with `batch` rows and more, the prompts left out.
 
-        Their rows cost the same with or without a draft. But in passes that they make long a draft row costs more than
-        in the next pass.
+        Prompts cost the same with or without a draft. But a draft row costs more in the passes that they make long.
         """
         more = [batch, batch + 1.0, *(m - others for m in self.rows if m > batch + 1.0 + others)]
         without = self.at(batch) - self.at(batch + others)

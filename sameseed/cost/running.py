@@ -14,7 +14,7 @@ from operator import mul
 
 import numpy as np
 
-from sameseed.cost.curve import LEARN, Curve, Floats
+from sameseed.cost.curve import LEARN, Curve, Floats, Number
 from sameseed.cost.round import RoundCost, Rows, expected
 from sameseed.spec.drafter import Round
 
@@ -167,10 +167,13 @@ class GapCost:
         base, row = (fit if fit.seen else other).coefficients
         return base, row
 
-    def at(self, rows: float, drafted: bool) -> float:
+    def at(self, rows: Number, drafted: bool) -> Number:
         """Seconds of a round over `rows` rows; one with a draft takes no less than one without."""
         base, row = self.terms(drafted)
-        return base + row * rows if not drafted else np.maximum(base + row * rows, self.at(rows, False))
+        if not drafted:
+            return base + row * rows
+        found, least = base + row * rows, self.at(rows, False)
+        return np.maximum(found, least) if isinstance(found, np.ndarray) else max(found, least)
 
     def correct(self, rows: float, drafted: bool, seconds: float) -> None:
         """Learn from a round that spent `seconds` outside the models."""

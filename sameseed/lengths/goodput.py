@@ -212,7 +212,9 @@ class GoodputLength:
         cost, context = self.cost.now(size, rows), sum(map(len, seqs)) / len(seqs)
         lengths = self._best(offers, budget, cost, size, context)
         starts = [self._catch_up_seconds(seq) for seq in seqs]
-        if late := self._never_recovered(seqs, offers, lengths, starts):
+        drafting = [b for b, k in enumerate(lengths) if k]
+        late = {b for b in drafting if not self._pays_back(starts[b], seqs[b], 1.0 / len(drafting))}
+        if late:
             others = [[] if b in late else o for b, o in enumerate(offers)]
             lengths = self._best(others, budget, cost, size, context)
         self._set_next(rows, max(1, sum(k > 0 for k in lengths)), context)
@@ -256,8 +258,12 @@ class GoodputLength:
     def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
         if self.cost is None or unread <= FEW_UNREAD or self._rate <= 0.0:
             return True
-        saved = self._plain - self._count / self._rate  # seconds per token of the sequence
-        return self.cost.catch_up * unread <= saved * share * self._tokens_left(seq)
+        return self._pays_back(self.cost.catch_up * unread, seq, share)
+
+    def _pays_back(self, seconds: float, seq: Sequence, share: float) -> bool:
+        """Whether drafting saves `seconds` until a sequence ends, which has this `share` in what a round saves."""
+        saved = self._plain - self._count / self._rate  # seconds per token of each sequence
+        return seconds <= saved * share * self._tokens_left(seq)
 
     def _tokens_left(self, seq: Sequence) -> float:
         """Expected remaining output tokens, at most what is allowed.
@@ -268,17 +274,6 @@ class GoodputLength:
         most = seq.params.max_tokens - seq.num_output
         ends, tokens = self._written
         return float(most) if ends < 1.0 else min(most, tokens / ends)
-
-    def _never_recovered(
-        self, seqs: Seq[Sequence], offers: Seq[Offers], lengths: Seq[int], starts: Seq[float]
-    ) -> set[int]:
-        """Indices of sequences whose drafting pays, but for too few rounds to make up for the drafter's catch-up."""
-        drafting = [b for b, k in enumerate(lengths) if k]
-        gains = {b: sum(gain for gain, _, _ in offers[b][: lengths[b]]) for b in drafting}
-        tokens = self._count + sum(gains.values())
-        saved = tokens * (self._plain / self._count - 1.0 / self._rate) if drafting else 0.0  # seconds per round
-        rounds = {b: self._tokens_left(seqs[b]) / (1.0 + gains[b]) for b in drafting}
-        return {b for b in drafting if starts[b] > saved / len(drafting) * rounds[b]}
 
     def _best(self, offers: Seq[Offers], budget: int | None, cost: RoundCost, size: int, context: float) -> list[int]:
         """The best lengths by the estimates. All are 0 unless they beat plain decoding by `PAYS`."""
