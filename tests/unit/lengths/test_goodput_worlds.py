@@ -169,12 +169,7 @@ def _round(world, policy, seqs, rng, now, seen):
         target=1e-3 * world.target(rows, now) * noise[1] * cold,
         verify=1e-3 * (world.gap + more),
     )
-    accepted = []
-    for b in range(len(seqs)):
-        right = 0
-        while right < counts[b] and rng.random() < true[b][right]:
-            right += 1
-        accepted.append(right)
+    accepted = [next((i for i in range(n) if rng.random() >= chance[i]), n) for n, chance in zip(counts, true)]
     policy.update(Round(seqs, asked, counts, accepted, rows, times, [list(range(a)) for a in accepted]))
     for seq, right in zip(seqs, accepted):
         seq.token_ids += [1] * (right + 1)

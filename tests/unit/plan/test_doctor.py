@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -272,10 +273,8 @@ def server():
 
 
 def test_two_looks_at_a_server(server, capsys):
-    _Page.text = drafted("vllm", [1, 0], generation_tokens_total=0).replace("total 1000.0", "total COUNT")
-    _Page.text = _Page.text.replace("generation_tokens_total 0", "generation_tokens_total COUNT")
-    _Page.text = _Page.text.replace("drafts_total 1000", "drafts_total COUNT")
-    _Page.text = _Page.text.replace("draft_tokens_total 2000", "draft_tokens_total COUNT")
+    growing = r"(generation_tokens|num_drafts|num_draft_tokens)_total \d+"
+    _Page.text = re.sub(growing, r"\1_total COUNT", drafted("vllm", [1, 0], generation_tokens_total=0))
     assert main(["doctor", server, "--seconds", "0.05", "--json"]) == 0
     diagnosis = json.loads(capsys.readouterr().out)
     assert diagnosis["faults"][0]["name"] == "useless draft" and diagnosis["tokens"] == 10000
@@ -334,8 +333,7 @@ def test_costs_come_from_a_file(tmp_path, capsys):
     (tmp_path / "page").write_text(STAGED["k too large"][0])
     rows = zip(ROWS, MS, strict=True)
     costs = tuple(Cost("bf16", "bf16", 64, m, ms, 1.0, ms, ms, 5, 1.0, 1.0) for m, ms in rows)
-    rates = {"read": (1.0,), "fp32": (1.0,)}
-    profile = Profile({}, costs, (), (), (), Limits(1, rates, {}, "native"))
+    profile = Profile({}, costs, (), (), (), Limits(1, {"read": (1.0,), "fp32": (1.0,)}, {}, "native"))
     (tmp_path / "good.json").write_text(json.dumps(profile.as_dict()))
     argv = ["doctor", str(tmp_path / "page"), "--json", "--cost"]
     assert main([*argv, str(tmp_path / "good.json")]) == 0

@@ -60,15 +60,12 @@ def test_the_table_by_batch_has_no_gaps():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("profile-file/1", "profile-file/9", "tune again"),
-        ("[machine]", "[machine", "no TOML"),
+        ("profile-file/1", "profile-file/9", "tune again"), ("[machine]", "[machine", "no TOML"),
         ("num_draft_tokens", "num_draft_token", "did you mean 'num_draft_tokens'"),
-        ("3-8 = 2", "4-8 = 2", "without gaps"),
-        ("3-8 = 2", "many = 2", "without gaps"),
-        ("threads = ", "threads = true # ", "must be of type int"),
-        ("[machine]", "quality = 3\n[machine]", "expected a table"),
+        ("3-8 = 2", "4-8 = 2", "without gaps"), ("3-8 = 2", "many = 2", "without gaps"),
+        ("threads = ", "threads = true # ", "of type int"), ("[machine]", "quality = 3\n[machine]", "expected a table"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_file_is_refused_with_the_remedy(old, new, message, tmp_path):
     assert old in text(made())
     (tmp_path / "p.toml").write_text(text(made()).replace(old, new, 1))

@@ -228,9 +228,8 @@ def test_the_checkpoint_is_measured_where_the_grid_lacks_it():
 
 
 def test_a_draft_that_fits_nowhere():
-    lost = []
     with pytest.raises(ConfigError, match="none of the drafts fits this target: embedded-target for auto"):
-        load_targets(asked(drafts=("embedded-target",)), LLM, lambda *_: None, lost)
+        load_targets(asked(drafts=("embedded-target",)), LLM, lambda *_: None, [])
 
 
 def test_from_prompts_to_a_profile(tmp_path, capsys):
