@@ -54,8 +54,8 @@ class Coded(Format):
         raise NotImplementedError
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of x [..., K] and a float32 scale for each row [..., 1]; for formats that the cache may have."""
-        raise NotImplementedError
+        """Codes of x [..., K] and a float32 scale for each row [..., 1], of a format that serves the cache."""
+        raise self._no_cache()
 
     def encode_kv(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         codes, scales = self.rows(x)  # one scale per row: rejected draft tokens must not affect other rows
