@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,20 +102,19 @@ def with_flags(recipe: Any, args: OwnArgs) -> Any:
     return recipe
 
 
-@contextmanager
-def resumable() -> Iterator[None]:
-    """Context in which an interruption prints how to resume."""
+def run(argv: Seq[str], prog: str) -> int:
+    """Parse and train the pair of a recipe, or a head or a draft alone. An interruption prints how to resume."""
     try:
-        yield
+        if argv and argv[0] in OWN and not Path(argv[0]).is_file():
+            return run_own(argv[0], argv[1:], f"{prog} {argv[0]}")
+        return run_pair(argv, prog)
     except KeyboardInterrupt:
         print("stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         raise
 
 
-def run(argv: Seq[str], prog: str) -> int:
-    """Parse and train the pair of a recipe, or hand over to the training of a head or a draft alone."""
-    if argv and argv[0] in OWN and not Path(argv[0]).is_file():
-        return run_own(argv[0], argv[1:], f"{prog} {argv[0]}")
+def run_pair(argv: Seq[str], prog: str) -> int:
+    """Parse, train, say where the models lie."""
     args = parse(TrainArgs, argv, prog).args
     for name in ("data", "out"):
         if getattr(args, name) is None:
@@ -126,9 +124,8 @@ def run(argv: Seq[str], prog: str) -> int:
     from sameseed_train.recipe import recipe_file
 
     recipe = recipe_file(args.recipe or DEFAULT_RECIPE)
-    with resumable():
-        how: dict[str, Any] = {"device": args.device, "resume": args.resume, "quiet": args.json}
-        results = run_recipe(recipe, data=args.data, out=args.out, **how)
+    how: dict[str, Any] = {"device": args.device, "resume": args.resume, "quiet": args.json}
+    results = run_recipe(recipe, data=args.data, out=args.out, **how)
     target, draft, plot = (str(args.out / name) for name in ("target", "draft", "loss.png"))
     if args.json:
         print(json.dumps({"target": target, "draft": draft, "loss_plot": plot, "results": results}))
@@ -153,8 +150,7 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     how: dict[str, Any] = {"backend": args.backend, "device": args.device, "resume": args.resume, "quiet": args.json}
     kind, train = (HeadRecipe, run_head) if what == "head" else (DraftRecipe, run_draft)
     recipe = with_flags(load_own_recipe(kind, args.recipe), args)
-    with resumable():
-        done = train(recipe, sources, args.out, **how)
+    done = train(recipe, sources, args.out, **how)
     if args.json:
         print(json.dumps({what: str(done.folder), "results": done.results}))
         return 0

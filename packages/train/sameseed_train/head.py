@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class HeadLearner:
         self.config = head_config(recipe, target)
         self.layers = self.config.aux_layers or ()
         self.model = HeadForTraining(self.config, recipe.seed)
+        if recipe.store:  # fails now, not at the end
+            in_few_bits(self.model.state_dict(), QuantScheme.parse(recipe.store))
         tokens = f"{self.config.draft_vocab_size} of the target's {target.vocab_size} tokens"
         self.about = f"EAGLE-3 head (Li et al., 2025) for `{recipe.target}`: {sizes(self.config.layer)}, {tokens}"
 
@@ -61,7 +63,8 @@ class HeadLearner:
         embedding = dense(target.ops, target.weights.embedding)
         ids = frequent_tokens(own.texts, own.begun["num_texts"], self.config.draft_vocab_size, len(embedding))
         self._ids = None if ids is None else ids.to(device)
-        self._signs = target_facts(self._folder, target)
+        rotation = rotation_of(self._folder)
+        self._known = {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})
         self.facts = {"layers": self.layers, "embedding": target.weights.embedding.format}
         start_from_target(head, target, self._ids)
         head.to(device)
@@ -80,7 +83,7 @@ class HeadLearner:
         return TrainJob(self.name, head, recipe.train, batch, loss, out, lambda batch_: batch_.num_trained)
 
     def export(self, folder: Path) -> None:
-        export_head(self.model, self._ids, folder, facts=self._signs)
+        export_head(self.model, self._ids, folder, facts=self._known)
 
     def right(self, folder: Path, own: Own) -> Callable[[TextStates], Right]:
         """What tells which drafts of the exported head are right along a text."""
@@ -183,7 +186,7 @@ def export_head(
 
     `target_ids` int64 [Vd]: the target's token id of each token of the head. d2t int64 [Vd] holds offsets
     (id = i + d2t[i]); t2d bool [V] marks the tokens that the head has. The embedding is not written, because it is the
-    target's; nor is the LM head if the vocabulary is whole. `facts`: more of its config.json (`head.target_facts`).
+    target's; nor is the LM head if the vocabulary is whole. `facts`: more of its config.json.
     """
     tensors = {n: p.to(getattr(torch, dtype)) for n, p in head.named_parameters()}
     if target_ids is not None:
@@ -194,12 +197,19 @@ def export_head(
 
 
 def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
-    """Write the head in `folder` to `out` with its matrices in the formats of `quant`, in compressed-tensors' layout.
+    """Write the head in `folder` to `out` with its matrices in the formats of `quant`. Raises ConfigError."""
+    tensors, layout = in_few_bits(load_file(str(folder / "model.safetensors")), quant)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_model(out, tensors, {"config.json": config | {"quantization_config": layout}})
 
-    Raises ConfigError for a format that has no such layout.
+
+def in_few_bits(weights: Mapping[str, Tensor], quant: QuantScheme) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A head's tensors, the matrices in compressed-tensors' layout, and the `quantization_config` that says so.
+
+    Raises ConfigError for a format that has no such layout, or groups that do not divide a matrix.
     """
-    tensors, groups = dict[str, Tensor](), dict[str, dict[str, Any]]()
-    for name, tensor in load_file(str(folder / "model.safetensors")).items():
+    tensors, groups, layout = dict[str, Tensor](), dict[str, dict[str, Any]](), dict[str, Any]()
+    for name, tensor in weights.items():
         module = name.removesuffix(".weight")
         if tensor.ndim != 2 or module.endswith("embed_tokens"):
             tensors[name] = tensor
@@ -207,21 +217,14 @@ def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
         own = quant.at(module)
         q = own.encode(tensor)
         said = scheme.get(q.format).config(q)
-        if not said:
+        if "config_groups" not in said:
             raise ConfigError(f"a head cannot be stored as {own.weights}; --store takes e.g. w8a8 or w4a16-g32")
         tensors |= scheme.get(q.format).checkpoint(module, q)
         (group,) = said["config_groups"].values()  # type: ignore[attr-defined]
         group = groups.setdefault(json.dumps(group), {**group, "targets": []})
         group["targets"].append(module)
         layout = {**said, "config_groups": {f"group_{i}": g for i, g in enumerate(groups.values())}, "ignore": []}
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_model(out, tensors, {"config.json": config | {"quantization_config": layout}})
-
-
-def target_facts(folder: Path, target: Decoder) -> dict[str, Any]:
-    """What a head's config.json says of its target: the signs of its embedding, and the seed of a rotation."""
-    rotation = rotation_of(folder)
-    return {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})
+    return tensors, layout
 
 
 def frequent_tokens(texts: StoredTexts, first: int, count: int, vocab_size: int) -> Tensor | None:

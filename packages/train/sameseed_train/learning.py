@@ -150,11 +150,12 @@ def learn(
     seeds = [Seed(ids, measured_tokens) for ids, _ in prompts]
     texts = continued(own, seeds, out / "held-out") if seeds else None
     progress: dict[str, Any] = {}
-    for point in measured_at(recipe.train.steps, stop_after):
+    for point in (points := measured_at(recipe.train.steps, stop_after)):
         progress = train(job, log, quiet=quiet, stop_after=point)
-        if progress["step"] <= point:  # else it was measured before a resume
-            learner.export(made)
-        if progress["step"] <= point and texts is not None:
+        if progress["step"] > point and point < points[-1]:  # it was measured before a resume
+            continue
+        learner.export(made)
+        if texts is not None:
             found = acceptance(learner.right(made, own), own, texts, [domain for _, domain in prompts])
             counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
             log.write(stage=CURVE, **counts, acceptance=found)

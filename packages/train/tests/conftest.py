@@ -114,11 +114,8 @@ def sum_row(i: int) -> dict[str, object]:
 
 
 def talk_row(i: int) -> dict[str, object]:
-    return {
-        "text": f"User: a tea no {i}\nAssistant: with milk?\nUser: yes\nAssistant: done.\n",
-        "source": "talk",
-        "id": i,
-    }
+    text = f"User: a tea no {i}\nAssistant: with milk?\nUser: yes\nAssistant: done.\n"
+    return {"text": text, "source": "talk", "id": i}
 
 
 def prose_row(i: int) -> dict[str, object]:

@@ -27,6 +27,7 @@ from sameseed_train.learning import Sources
 from sameseed_train.model import LlamaForTraining, ModelShape
 from sameseed_train.recipe import DraftRecipe, DraftSize, TextSettings, TrainSettings
 from sameseed_train.states import TextStates
+from sameseed_train.trainer import Log
 
 SHAPE = ModelShape(MODEL_VOCAB, 16, 2, 2, 1, 8, 24, max_positions=256)
 MASK = MODEL_VOCAB - 1
@@ -139,8 +140,7 @@ def run(root: Path, out: Path, recipe: DraftRecipe, measure: bool = False, **how
 
 
 def steps(out: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["stage"] == "draft"]
+    return [row for row in Log(out / "log.jsonl").rows() if row["stage"] == "draft"]
 
 
 def answers(root: Path, draft: SpecConfig, **how: Any) -> list[Completion]:

@@ -28,6 +28,7 @@ from sameseed_train.learning import Sources, Trained, dense
 from sameseed_train.optim import OptimSettings
 from sameseed_train.prompts import held_out
 from sameseed_train.recipe import HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings
+from sameseed_train.trainer import Log
 
 AUX = (1, 2, 3)
 NEW_TOKENS = 32
@@ -78,8 +79,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(out: Path) -> list[float]:
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if row["stage"] == "head"]
+    return [row["loss"] for row in Log(out / "log.jsonl").rows() if row["stage"] == "head"]
 
 
 def test_learns_and_is_accepted_as_counted(folder: Path, tmp_path: Path) -> None:
@@ -191,6 +191,7 @@ def test_a_quantized_target_teaches(folder: Path, tmp_path: Path) -> None:
         ({"size": SizeSettings(draft_vocab_size=305)}, "draft_vocab_size"),
         ({"size": SizeSettings(num_kv_heads=3)}, "multiple"),
         ({"layers": (1, 2, 4)}, "layers"),
+        ({"store": "nf4"}, "--store"),
         ({"texts": TextSettings(new_tokens=300)}, "context"),
         ({"target": ""}, "--target"),
         ({"train": TrainSettings(12, rows=6, row_tokens=8)}, "row_tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
     words = json.loads((begun / "results.json").read_text())["recipe"]["note"]
     assert words == "Mind the step."
     assert f"## Limits\n\n{words}\n" in (head / "README.md").read_text()
+    shutil.rmtree(head)  # as if the run had been interrupted before it first wrote it
+    train_head(folder, begun, stop=None, train=replace(train, steps=1))
+    assert (head / "model.safetensors").read_bytes() == weights, "of the steps that were done, which are more"
 
 
 def test_a_checkpoint_that_does_not_say_what_it_began_with_is_refused(folder: Path, begun: Path) -> None:

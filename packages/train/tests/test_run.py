@@ -80,9 +80,8 @@ def test_more_steps_of_the_target_begin_the_later_stages_anew(recipe_path: Path,
     once = {"target": [*range(12)], "unlikelihood": [*range(4)], "draft": [*range(8)]}
     assert run(recipe_path, data=data, out=out, resume=True, quiet=True) == first
     assert steps() == once
-    recipe_path.write_text(
-        recipe_path.read_text(encoding="utf-8").replace("steps = 12", "steps = 14"), encoding="utf-8"
-    )
+    text = recipe_path.read_text(encoding="utf-8")
+    recipe_path.write_text(text.replace("steps = 12", "steps = 14"), encoding="utf-8")
     run(recipe_path, data=data, out=out, resume=True, quiet=True)
     assert steps() == {"target": [*range(14)], "unlikelihood": [*range(4)] * 2, "draft": [*range(8)] * 2}
     tensors, progress = read_tensors(out / "draft.checkpoint.safetensors")
