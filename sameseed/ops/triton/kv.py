@@ -42,8 +42,9 @@ def turning(
     assert x is not None
     (num_rows, _, dim), heads, kv_heads = x.shape, 0 if q is None else q.shape[1], 0 if stored is None else x.shape[1]
     out = torch.empty(num_rows, heads, dim, dtype=torch.float32, device=x.device)
-    k, v, layer, slots = (x, x, None, turn[0] if turn else x) if stored is None else stored
-    positions, table = (slots, x) if turn is None else turn  # what stands for tensors that there are not is never read
+    # A tensor that there is not is replaced by another one, which the kernel never uses.
+    k, v, layer, slots = stored or (x, x, None, x if turn is None else turn[0])
+    positions, table = turn or (slots, x)
     if layer is not None and (layer.k.shape[2:] != k.shape[1:] or v.shape != k.shape):
         raise ValueError(f"keys {tuple(k.shape)} do not fit a cache {tuple(layer.k.shape)}")
     if turn is not None and table.shape[1] != dim:
