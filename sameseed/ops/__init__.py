@@ -211,7 +211,8 @@ class Ops:
         if w.order is not None:  # backends expect columns of rows in the order of the codes
             rows = plain_rows(rows.prepared(self.rms_norm, self.silu_mul, self.gelu_mul).index_select(1, w.order))
         if self._product is not None and self._serves(w):
-            if then is not None and self._looks_ahead and self._ready_for(then.w):
+            of = None if then is None else then.w
+            if self._looks_ahead and isinstance(of, QuantTensor) and of.order is None and self._serves(of):
                 return self._product(rows, w, bias, residual, then)
             return self._product(rows, w, bias, residual)
         _say_once(
@@ -227,9 +228,6 @@ class Ops:
         """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]. `logits`: see the reference."""
         done = self._experts(rows, w, residual) if logits is None else None
         return reference.experts(rows, w, residual, self.product, self.rms_norm, logits) if done is None else done
-
-    def _ready_for(self, w: QuantTensor | tuple[QuantTensor, ...]) -> bool:
-        return not isinstance(w, tuple) and w.order is None and self._serves(w)
 
     # --- cache ---
 

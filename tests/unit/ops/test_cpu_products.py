@@ -335,6 +335,9 @@ def test_unpack_is_the_inverse_of_pack(drawn):
     torch.testing.assert_close(cpu.embedding(index, stored), exact, rtol=0 if w.activations else 2 * EPS, atol=0)
     with pytest.raises(IndexError, match="token id"):
         cpu.embedding(torch.tensor([w.shape[0]], dtype=torch.int32), stored)
+    for name in stored.parts.keys() - {"channel"}:  # a kernel would read beyond the part
+        with pytest.raises(ValueError, match=r"pack"):
+            cpu.embedding(index, replace(stored, parts={**stored.parts, name: stored.parts[name][:0]}))
 
 
 def test_numbers_that_are_none_survive_packing():

@@ -1,6 +1,5 @@
 """The GPU's kernels without a GPU: their test cases in Triton's interpreter, their fallback, and their compilation."""
 
-import importlib
 import logging
 import os
 import subprocess
@@ -20,6 +19,8 @@ from sameseed.spec.sampling import noise_key
 triton = pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel is tested")
 from sameseed.ops import triton as gpu  # noqa: E402
 from sameseed.ops.triton import dispatch, guard, kv  # noqa: E402
+from sameseed.ops.triton.attention import launches as attention_launches  # noqa: E402
+from sameseed.ops.triton.sampling import launches as sampling_launches, marking  # noqa: E402
 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
@@ -199,11 +200,6 @@ def test_kernels_are_not_compiled_for_numbers_of_rows():
         assert given == launch.free == {"num_rows"} & set(launch.arguments)
 
 
-def module(name):
-    """A module of the backend that has the name of an op."""
-    return importlib.import_module(f"sameseed.ops.triton.{name}")
-
-
 def paged(name, parts=None):
     return make_pass(parts or [Part(40, 1, [-1, 0])], name, 8, 2, 128, 16)
 
@@ -217,7 +213,7 @@ def test_attention_and_the_cache_compile(name, capability):
     launches = [kv.turning(None, (k, k, layer, slots), None)[0], *kv.moving(layer, slots, slots)]
     launches += kv.turning(randn(3, 4, 128), (k, k, layer, slots), (batch.positions, randn(9, 128)))[:1]
     if name == "bf16":  # attention takes seconds
-        launches += module("attention").launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), "stretch")
+        launches += attention_launches(p.q, p.layer, p.batch, 0.1, None, torch.empty_like(p.q), "stretch")
     assert all(launch.compile(capability).asm["cubin"] for launch in launches)
 
 
@@ -230,9 +226,9 @@ def test_small_ops_and_sampling_compile():
     ]
     logits = randn(2, 3000)
     draws = Draws.of([Draw(noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)])
-    launches += module("sampling").launches(logits, draws)[0]
+    launches += sampling_launches(logits, draws)[0]
     row, order = logits[0].double(), torch.arange(3000)
-    launches.append(module("sampling").marking(row, order, row.sum(), torch.zeros(3000, dtype=torch.uint8)))
+    launches.append(marking(row, order, row.sum(), torch.zeros(3000, dtype=torch.uint8)))
     assert all(launch.compile(90).asm["cubin"] for launch in launches)
 
 
@@ -243,7 +239,7 @@ def test_one_configuration_for_every_number_of_rows():
         p = paged("bf16", [Part(40, rows)])
         tree = paged("bf16", [Part(40, 1, list(range(-1, rows - 2)))])
         for x in (p, tree):
-            launches = module("attention").launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all")
+            launches = attention_launches(x.q, x.layer, x.batch, 0.1, None, torch.empty_like(x.q), "all")
             for launch in launches:
                 cut = tuple((name, value) for name, value in launch.constants.items() if name != "EARLY")
                 found.add((launch.kernel.__name__, cut, launch.warps, launch.stages))
