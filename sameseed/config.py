@@ -158,7 +158,7 @@ class EngineConfig:
     format: str = setting("auto", "number format of the weights: auto (the checkpoint's), w8a8, ... (`sameseed info`)")
     backend: str = setting("auto", "kernels to use: cpu, reference, ...; auto: the fastest that runs here")
     device: str = setting("cpu", "cpu, cuda, cuda:1, ...")
-    threads: int | None = within(None, 1, help="CPU threads; unset: as many as the backend finds useful")
+    threads: int | None = within(None, 1, 1024, help="CPU threads; unset: as many as the backend finds useful")
     gpu_memory_utilization: float = within(0.9, 0, 1, True, "share of a GPU's memory for weights, KV cache and passes")
     profile: str | None = setting(None, "file of `sameseed tune`; its choice is the default of the other flags")
     force_profile: bool = setting(False, "use it even on another machine or for other weights")

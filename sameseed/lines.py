@@ -50,7 +50,7 @@ def read_lines(path: Path, *kinds: str) -> Iterator[Line]:
     forms = " or ".join(FORMS[kind] for kind in kinds)
     try:
         # Lines end at "\n" only: strings may hold other characters that `splitlines` treats as line ends.
-        with path.open(encoding="utf-8", newline="\n") as opened:
+        with path.open(encoding="utf-8-sig", newline="\n") as opened:
             for number, row in objects(opened, path):
                 keys = row if isinstance(row, dict) else {}
                 kind = next((k for k in kinds if keys.get(k) and isinstance(keys[k], KINDS[k])), None)

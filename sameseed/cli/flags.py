@@ -257,7 +257,7 @@ class EstimateArgs:
     prompt_tokens: Count = None  # for the time to first token; unset: 512, or the context
     batch: str = "1,8"  # sequences at once, comma-separated
     # CPU threads; unset: as many as the backend finds useful
-    threads: Annotated[int | None, option("N")] = within(None, 1)
+    threads: Annotated[int | None, option("N")] = within(None, 1, 1024)
     json: Switch = False  # one JSON object instead of tables
 
 

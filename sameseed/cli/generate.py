@@ -39,7 +39,7 @@ def read_prompt(args: GenerateArgs) -> str:
         text = args.prompt
     elif args.file is not None:
         try:
-            text = args.file.read_text(encoding="utf-8").removesuffix("\n")
+            text = args.file.read_text(encoding="utf-8-sig").removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise RequestError(f"cannot read the prompt from {args.file} ({why}); give a UTF-8 text file") from None

@@ -286,7 +286,7 @@ def stdin_text(what: str) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise RequestError(f"no {what}; give it as an argument, with --file, or on standard input")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is no UTF-8 text ({error}); convert it first") from None
 

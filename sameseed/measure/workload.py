@@ -47,7 +47,7 @@ def _read_file(path: Path) -> list[Prompt]:
         prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             sets = ", ".join(prompt_sets.SETS)

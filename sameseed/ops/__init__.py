@@ -316,10 +316,10 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 
 
 def set_num_threads(threads: int) -> None:
-    """Set the number of threads of PyTorch and of the native kernels."""
-    torch.set_num_threads(threads)
+    """Set the number of threads of PyTorch and of the native kernels, which refuse what would crash PyTorch."""
     if (module := _native()) is not None:
         module.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
 def num_threads() -> int:

@@ -64,7 +64,7 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[Seq[int]]:
     if path.suffix != ".txt":
         raise ConfigError(f"{path}: calibration text is a .jsonl or a .txt file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}); give a .jsonl or .txt file") from None
     except UnicodeDecodeError as error:

@@ -149,7 +149,7 @@ def read_keys(path: Path | None, variable: str) -> list[str]:
     lines = os.environ.get(variable, "").split(",")
     if path is not None:
         try:
-            lines += path.read_text(encoding="utf-8").splitlines()
+            lines += path.read_text(encoding="utf-8-sig").splitlines()
             mode = path.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8"

@@ -93,7 +93,7 @@ def test_texts_go_to_stdout_one_after_the_other_and_summaries_to_stderr(cli):
 
 
 def test_prompt_from_file_and_from_stdin(cli, tmp_path, monkeypatch):
-    (tmp_path / "prompt.txt").write_text("the sum of\n")
+    (tmp_path / "prompt.txt").write_text("the sum of\n", encoding="utf-8-sig")
     _, expected, _ = cli("generate", "the sum of", "--max-tokens", "12", "--json")
     _, from_file, _ = cli("generate", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "12", "--json")
     monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt.txt").open())

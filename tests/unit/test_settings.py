@@ -88,8 +88,8 @@ def test_values_given_to_the_class_itself_are_checked():
 BAD = [
     (CacheConfig, "block_size", [0, 1025]), (CacheConfig, "num_blocks", [0]),
     (SpecConfig, "num_draft_tokens", [-1, 65, 2.0, True]), (SpecConfig, "confidence", [-0.1, math.nan]),
-    (EngineConfig, "max_num_rows", [0, 1]), (EngineConfig, "max_num_seqs", [0, 10**6]), (EngineConfig, "threads", [0]),
-    (EngineConfig, "max_model_len", [1, -5]),
+    (EngineConfig, "max_num_rows", [0, 1]), (EngineConfig, "max_num_seqs", [0, 10**6]),
+    (EngineConfig, "threads", [0, 1025]), (EngineConfig, "max_model_len", [1, -5]),
 ]  # fmt: skip
 
 

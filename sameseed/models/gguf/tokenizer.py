@@ -23,6 +23,7 @@ from tokenizers import (
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.gguf.header import GGUFFile
+from sameseed.models.layouts.base import say_once
 from sameseed.tokenizer import Tokenizer
 
 # How a text is split before merging: expressions, each applied to the pieces of the previous one.
@@ -39,18 +40,18 @@ _GPT4O = (
     rf"{_START}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_START}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}"
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", r"[0-9][0-9][0-9]")
+# With these, a word that is a token is not split further, and a text begins with bos unless the file says otherwise.
+NO_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2", "midm-2.0"})
 PRE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx", "lfm2"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", *sorted(NO_MERGES - {"tekken"})), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan", "kormo", "f2llmv2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "a.x-4.0"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
     "default": _DEFAULT,
 }
-# With these, a word that is a token is not split further, and a text begins with bos unless the file says otherwise.
-NO_MERGES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "lfm2"})
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
 SPACE = "\u2581"
 KEEPS_SPACES = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens take the spaces after them along
@@ -108,7 +109,9 @@ def _array(file: GGUFFile, key: str, length: int, default: int) -> np.ndarray[An
 
 
 def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    if (pre := file.metadata.get("tokenizer.ggml.pre")) is None:  # files from before May 2024
+        pre = "default"
+        say_once(f"{file.path}: no key says how texts are cut into words, so some may be cut wrongly; convert it again")
     if not isinstance(pre, str) or pre not in PRE:
         raise ModelLoadError(
             f"{file.path}: its texts are cut into words as {str(pre)[:80]!r} does, which is not known here (these are: "
@@ -141,17 +144,14 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
     listed = file.metadata.get("tokenizer.ggml.model") == "gemma4"
     merges = _merges(file) if listed else _merges_by_score(file, names, kinds, vocabulary)
     unknown = next((names[i] for i in np.flatnonzero(kinds == UNKNOWN).tolist()), None)
-    has_bytes = bool((kinds == BYTE).any())
     backend = HFTokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in kinds)
     )
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is not False
-    spaces = [normalizers.Replace(" ", SPACE)]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    first, last = ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    decoder = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    backend.decoder = decoders.Sequence(decoder)
     return backend
 
 

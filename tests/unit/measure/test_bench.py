@@ -182,7 +182,8 @@ def test_no_repetition_finds_what_an_earlier_one_left(measured):
 
 def test_prompts_of_both_kinds(tmp_path):
     file = tmp_path / "p.jsonl"
-    file.write_text('{"id": "a", "domain": "d", "prompt": "x"}\n\n{"messages": [{"role": "user", "content": "y"}]}\n')
+    lines = '{"id": "a", "domain": "d", "prompt": "x"}\n\n{"messages": [{"role": "user", "content": "y"}]}\n'
+    file.write_text(lines, encoding="utf-8-sig")
     first, second = read_prompts(file)
     assert (first.id, first.domain, first.text, first.messages) == ("a", "d", "x", ())
     assert second.text is None and second.messages == ({"role": "user", "content": "y"},)
@@ -190,8 +191,8 @@ def test_prompts_of_both_kinds(tmp_path):
 
 def test_a_limit_takes_prompts_from_all_over_the_file(tmp_path):
     file = tmp_path / "p.txt"
-    file.write_text("".join(f"{i}\n" for i in range(10)))
-    assert [p.text for p in read_prompts(file, 3)] == ["0", "3", "6"]
+    file.write_text("".join(f"{i}\u2028\n" for i in range(10)), encoding="utf-8-sig")
+    assert [p.text for p in read_prompts(file, 3)] == ["0\u2028", "3\u2028", "6\u2028"]
     assert len(read_prompts(file, 99)) == 10
     with pytest.raises(ConfigError, match="at least 1"):
         read_prompts(file, 0)
