@@ -38,7 +38,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     A .jsonl file has {"prompt"} or {"messages"} per line, with an optional "id"; another has one prompt per line.
     """
     try:
-        lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1) if line.strip()]
+        lines = [
+            (n, line) for n, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1) if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"cannot read prompts from {path} ({error}); give a .jsonl or .txt file") from None
     if not lines:
