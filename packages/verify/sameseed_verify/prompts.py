@@ -38,12 +38,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     A .jsonl file has {"prompt"} or {"messages"} per line, with an optional "id"; another has one prompt per line.
     """
     try:
-        lines = [
-            (n, line) for n, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1) if line.strip()
-        ]
+        every = enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1)
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"cannot read prompts from {path} ({error}); give a .jsonl or .txt file") from None
-    if not lines:
+    if not (lines := [(n, line) for n, line in every if line.strip()]):
         raise VerifyError(f"{path} holds no prompts; write one a line")
     if path.suffix != ".jsonl":
         return [Prompt(str(n), line) for n, line in lines]
