@@ -222,6 +222,10 @@ TOOLS = [
 ]
 
 
+def chat(**fields):
+    return read(ChatFields, {"messages": [{"role": "user", "content": "x"}], **fields})
+
+
 def walk(words, source, seed):
     """A random text of a grammar, which ends where the grammar first allows it."""
     matched, rng = words.matched(words.language(words.compiled(source.kind, source.text))), random.Random(seed)
@@ -238,10 +242,7 @@ def walk(words, source, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_compelled_calls_are_read_back(words, parser, seed):
     """The parser reads what the grammar of calls allows as calls, with arguments that match their schema."""
-    asked = read(
-        ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
-    )
-    source = asked.source(parser)
+    source = chat(tools=TOOLS, tool_choice="required").source(parser)
     text = walk(words, source, seed)
     tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
     reader, rng, at, harmony = Parser(tools, FORMATS[parser]), random.Random(seed), 0, Harmony(None)
@@ -270,16 +271,13 @@ def test_special_tokens_open_compelled_calls(pair):
     backend.add_special_tokens(list(marks))
     tokenizer = Tokenizer(backend, "{{ tools }}<|tool_call>")
     words = Matching(vocabulary(tokenizer, 304, [EOS]))
-    asked = read(
-        ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
-    )
-    source = asked.source("gemma4")
+    source = chat(tools=TOOLS, tool_choice="required").source("gemma4")
     assert source is not None
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
     tokens = tokenizer.encode('<|tool_call>call:weather{city:<|"|>Ulm<|"|>}<tool_call|>')
     assert {backend.token_to_id(mark) for mark in marks[:3]} < set(tokens)
     assert matched.allowed(tokens[:-1], ())[tokens[-1]] and matched.allowed(tokens, ())[EOS]
-    free = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}).source("gemma4")
+    free = chat(tools=TOOLS).source("gemma4")
     assert free is not None and free.kind == "tag"
     thinking = words.matched(words.language(words.compiled(free.kind, free.text)))
     assert thinking.allowed(tokenizer.encode("<|channel>thought\nhm<channel|>so "), ())[tokens[0]]
@@ -316,8 +314,7 @@ def test_a_group_of_an_unknown_kind_is_no_text(words):
 
 def test_strict_calls_amid_free_text(words):
     """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
-    asked = read(ChatFields, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS[:1]})
-    source = asked.source("hermes")
+    source = chat(tools=TOOLS[:1]).source("hermes")
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
     pieces = words.vocabulary.pieces
 
