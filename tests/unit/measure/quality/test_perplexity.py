@@ -171,6 +171,12 @@ def test_a_long_context_loses_its_beginning(llm):
         log_likelihoods(llm.engine, [([], [8])])
 
 
+def test_the_interval_of_a_mean_is_near_the_normal_one():
+    low, high = mean_interval([1.0] * 60 + [0.0] * 140, 3)
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
+    assert (low, high) == pytest.approx((0.3 - half, 0.3 + half), abs=0.012)
+
+
 def test_an_interval_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     hits = 0
