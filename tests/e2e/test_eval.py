@@ -1,7 +1,6 @@
 """`sameseed eval` as a user sees it: what it prints where, its records, and its messages for bad input."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from fixtures_quality import write_data
@@ -9,8 +8,6 @@ from lawkit import write_model
 
 from sameseed.cli import main
 from sameseed.report import record, schemas
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
