@@ -168,9 +168,9 @@ def _is_content(node: nodes.Node, named: set[str]) -> bool:
 
 
 def opened(call: Any) -> Any:
-    """A tool call with its arguments as templates take them: an object, where they are the JSON text of one."""
+    """A tool call with its arguments as templates take them: an object, where they are the JSON text of one, or ""."""
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"] or "{}")
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (LookupError, TypeError, ValueError, RecursionError):  # a model may have written anything
         return call

@@ -62,7 +62,7 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
         raise too_large()
     check_values(raw, f"{name} holds")
     try:
-        value = _parse(raw.decode("utf-8"))
+        value = _parse(raw.decode("utf-8-sig"))  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise bad_request(f"{name} is no UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:

@@ -28,7 +28,7 @@ Tokens = list[TokenId]
 Prompt = list[str | list[int]] | Render  # texts or token ids, or a conversation
 
 
-class SpeculationFields(Fields):
+class SpeculationFields(Fields, extra="forbid"):
     """A request's own policy and maximum of draft tokens per round. They never change the text."""
 
     policy: Literal["off", "fixed", "history", "disco", "goodput"] | None = None
@@ -337,11 +337,13 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
         for part in fault["loc"]:  # skip names of forms, which stand between the fields' names
             if isinstance(part, int):
                 place += f"[{part}]"
-            elif part in _NAMES:
+            elif part in _NAMES and not place.endswith(f".{part}"):
                 place += f".{part}" if place else part
         param = str(fault["loc"][0])[:64] if fault["loc"] else None
         tags = fault["ctx"]["expected_tags"] if fault["type"] == "union_tag_invalid" else None
         told = f"'type' must be one of {tags}" if tags else fault["msg"][:500]  # that one's message repeats the value
+        if fault["type"] == "extra_forbidden":
+            told = f"{str(fault['loc'][-1])[:64]!r} is unknown here; leave it out"
         raise bad_request(f"{place or 'body'}: {told}", param, "invalid_value") from None
     unknown = sorted((fields.model_extra or {}).keys() - REQUEST.keys())
     if unknown:

@@ -40,10 +40,10 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def target(root: Any, reference: str) -> Any:
-    """What a reference like "#/$defs/Place" leads to in its document; None if there is nothing."""
+    """The schema that a reference like "#/$defs/Place" leads to in its document; None if there is none."""
     for part in reference.split("/")[1:]:
         root = root.get(part) if isinstance(root, dict) else None
-    return root
+    return root if isinstance(root, dict) else None
 
 
 def check(schema: Any, name: str) -> str:
@@ -127,7 +127,7 @@ class _SchemaWalk:
             # A reference must lead to a schema in the same document; nothing is fetched.
             if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
-            if self._found(value) is None:
+            if target(self._root, value) is None:
                 raise self._fault(place, "leads to no schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
@@ -140,11 +140,6 @@ class _SchemaWalk:
         if key in ("enum", "const") and not _exact(value):
             raise self._fault(place, _TOO_LARGE)
 
-    def _found(self, reference: str) -> Any:
-        """The schema that a reference leads to; None if that is not a schema."""
-        found = target(self._root, reference)
-        return found if isinstance(found, dict) else None
-
     def _tell_apart(self, node: dict[str, Any]) -> None:
         """Turn oneOf into anyOf if types or a discriminator tell the forms apart.
 
@@ -153,7 +148,7 @@ class _SchemaWalk:
         """
         told = node.get("discriminator")
         name = told.get("propertyName") if isinstance(told, dict) else None
-        forms = [self._found(f["$ref"]) if isinstance(f, dict) and "$ref" in f else f for f in node["oneOf"]]
+        forms = [target(self._root, f["$ref"]) if isinstance(f, dict) and "$ref" in f else f for f in node["oneOf"]]
         tags, kinds = [_texts(form, name) for form in forms], list(map(_kinds, forms))
         if all(kinds) and len(set().union(*kinds)) == sum(map(len, kinds)):
             node["anyOf"] = node.pop("oneOf")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence as Seq
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from sameseed.server import limits, schemas
@@ -35,7 +35,7 @@ class GrammarSource(NamedTuple):
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode("utf-8", "replace")).hexdigest()
 
 
-class JsonSchema(Fields):
+class JsonSchema(Fields, extra="forbid"):
     """A named schema. It is always enforced: `strict` has no effect."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -44,13 +44,14 @@ class JsonSchema(Fields):
     strict: bool | None = None
 
 
-class PlainFormat(Fields):
-    """Any text, or a JSON object."""
+class PlainFormat(Fields, extra="forbid"):
+    """Any text, or a JSON object; one that matches a schema, as llama.cpp has it."""
 
     type: Literal["text", "json_object"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class SchemaFormat(Fields):
+class SchemaFormat(Fields, extra="forbid"):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
@@ -66,16 +67,15 @@ class FlatSchemaFormat(JsonSchema):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class TextOptions(Fields):
+class TextOptions(Fields, extra="forbid"):
     """`text` of /v1/responses."""
 
+    verbosity: Literal["medium"] | None = None
     format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
 
 
-class StructuredOutputs(Fields):
+class StructuredOutputs(Fields, extra="forbid"):
     """vLLM's field of this name: exactly one of these must be given."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     choice: Choices | None = None
     json_: Annotated[Schema | None, Field(alias="json")] = None
@@ -92,12 +92,10 @@ class StructuredOutputs(Fields):
 
 def of_format(chosen: PlainFormat | SchemaFormat | FlatSchemaFormat | None, name: str) -> list[GrammarSource]:
     """The grammars that OpenAI's format fields ask for. Raises ApiError 400."""
-    if chosen is None or chosen.type == "text":
-        return []
     given = chosen.json_schema if isinstance(chosen, SchemaFormat) else chosen
-    if isinstance(given, PlainFormat) or given.schema_ is None:
-        return [GrammarSource("object", "", name)]
-    return [GrammarSource("json", schemas.check(given.schema_, name), name)]
+    if given is not None and given.schema_ is not None:
+        return [GrammarSource("json", schemas.check(given.schema_, name), name)]
+    return [] if chosen is None or chosen.type == "text" else [GrammarSource("object", "", name)]
 
 
 def of_outputs(asked: StructuredOutputs | None) -> list[GrammarSource]:

@@ -27,6 +27,7 @@ def test_one_meaning_however_it_is_said():
         source(response_format=by_name), source(ChatFields, response_format=by_name),
         source(ResponseFields, text={"format": flat}), source(structured_outputs={"json": NAME}),
         source(structured_outputs={"json": json.dumps(NAME)}),
+        source(response_format={"type": "json_object", "schema": NAME}),
     ]  # fmt: skip
     assert {(s.kind, s.text) for s in made} == {("json", json.dumps(NAME))}
     assert len({s.key for s in made}) == 1
@@ -50,7 +51,8 @@ def test_one_meaning_however_it_is_said():
         {"structured_outputs": {"json": "no json"}}, {"structured_outputs": {"json": 5}},
         {"structured_outputs": {"regex": "a" * (limits.MAX_REGEX + 1)}}, {"structured_outputs": {"regex": "(" * 65}},
         {"structured_outputs": {"grammar": "a" * (limits.MAX_GRAMMAR + 1)}},
-        {"structured_outputs": {"grammar": "root ::= " + "(" * 30000}},
+        {"structured_outputs": {"grammar": "root ::= " + "(" * 30000}}, {"speculation": {"k": 3}},
+        {"response_format": {"type": "json_object", "response_schema": NAME}},
     ],
 )  # fmt: skip
 def test_refused(fields):
@@ -60,14 +62,12 @@ def test_refused(fields):
 
 
 def test_a_schema_that_is_no_json_is_named():
-    for fields, name in (
-        ({"structured_outputs": {"json": "{bad"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": '{"a":' * 70 + "1" + "}" * 70}}, "structured_outputs.json"),
-    ):
+    for text in ("{bad", "[1]", '{"a":' * 70 + "1" + "}" * 70):
         with pytest.raises(ApiError) as caught:
-            source(**fields)
-        assert caught.value.param == name and "body" not in caught.value.message, caught.value.message
+            source(structured_outputs={"json": text})
+        assert caught.value.param == "structured_outputs.json" and "body" not in caught.value.message
+    with pytest.raises(ApiError, match="'shema' is unknown"):
+        source(response_format={"type": "json_schema", "json_schema": {"name": "n", "shema": NAME}})
 
 
 def nested(depth):
