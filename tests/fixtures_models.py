@@ -40,8 +40,7 @@ def need(path):
 def backends():
     """The backends that can run on this machine's CPU."""
     modules = {name: registry.load("ops", name) for name in registry.names("ops")}
-    here = {name: m for name, m in modules.items() if "cpu" in getattr(m, "DEVICES", ("cpu",))}
-    return [name for name, m in here.items() if m.unavailable() is None]
+    return [n for n, m in modules.items() if "cpu" in getattr(m, "DEVICES", ("cpu",)) and m.unavailable() is None]
 
 
 BASE = {
@@ -100,13 +99,14 @@ class Variant:
         return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
 
 
-def _no_window(model):
-    model.config = replace(model.config, windows=(None,) * model.config.num_layers)
+def _config(**changes):
+    def without(model):
+        model.config = replace(model.config, **changes)
+
+    return without
 
 
-def _window_everywhere(model):
-    window = next(w for w in model.config.windows if w is not None)
-    model.config = replace(model.config, windows=(window,) * model.config.num_layers)
+_no_window, _all_rotate = _config(windows=(None,) * 3), _config(still_layers=frozenset())
 
 
 def _rope(**changes):
@@ -120,10 +120,6 @@ def _one_tap(model):
     for layer in model.weights.layers:
         if layer.conv is not None:
             layer.conv[:-1] = 0
-
-
-def _all_rotate(model):
-    model.config = replace(model.config, still_layers=frozenset())
 
 
 def _drop(*names):
@@ -184,7 +180,7 @@ VARIANTS = {
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
         length=40,
-        without=_window_everywhere,
+        without=_config(windows=(6,) * 3),
     ),
     "qwen3": Variant("Qwen3ForCausalLM", {"head_dim": 20, "max_window_layers": 3}, without=_drop("q_norm", "k_norm")),
     "qwen3-biases": Variant(
@@ -245,7 +241,7 @@ VARIANTS = {
             },
         },
         length=40,
-        without=_window_everywhere,
+        without=_config(windows=(7,) * 7),
     ),
     "gemma4": Variant(  # two sizes of heads; values that are keys
         "Gemma4ForCausalLM",
@@ -316,13 +312,11 @@ def read_tensors(folder):
 
 
 def write_tensors(folder, tensors):
-    whole = {n: t.contiguous() for n, t in tensors.items()}
-    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 def prompt(length, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def oracle(folder):

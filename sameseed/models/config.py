@@ -303,6 +303,9 @@ def base_config(
     if raw.get("hidden_act", act[0]) not in act:
         raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only {act[0]!r} is")
     layers, max_len = whole("num_hidden_layers", most=MAX_LAYERS), whole("max_position_embeddings", 2048)
+    rope = _rope(raw, max_len, where, head_dim, rotates)
+    if rope.kind == "yarn":  # which users add without raising the model's own limit
+        max_len = max(max_len, int(rope.original_max_len * rope.factor))
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -315,7 +318,7 @@ def base_config(
         head_dim=head_dim,
         max_model_len=max_len,
         rms_eps=positive_number(raw, "rms_norm_eps", 1e-6, where),
-        rope=_rope(raw, max_len, where, head_dim, rotates),
+        rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias or bias,
         o_bias=bias and not qkv_bias,
@@ -503,7 +506,7 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
         values = given.get(name)
         if not isinstance(values, list) or len(values) != count:
             raise ModelLoadError(f"{where}: {name} of longrope must list {count} numbers; mend config.json")
-        lists.append(tuple(positive_number({name: value}, name, 1.0, where) for value in values))
+        lists.append(tuple(positive_number({name: value}, name, 0.0, where) for value in values))
     original = whole_number(given, where, "original_max_position_embeddings", max_len, least=2)
     growth = max(1.0, positive_number(given, "factor", max_len / original, where))
     magnitude = math.sqrt(1 + math.log(growth) / math.log(original))

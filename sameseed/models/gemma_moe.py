@@ -20,11 +20,9 @@ NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_fe
 
 
 @dataclass(frozen=True)
-class GemmaMoeConfig(GemmaConfig, MoeConfig):
+class GemmaMoeConfig(MoeConfig, GemmaConfig):
     """`intermediate_size` is that of the network beside the experts."""
 
-    def read_share(self, rows: float, batch: float = 1.0) -> float:
-        return MoeConfig.read_share(self, rows, batch)
 
 
 @dataclass(frozen=True)

@@ -217,3 +217,9 @@ def test_what_a_text_config_leaves_out_is_what_transformers_takes(kind):
 def test_smollm3_ties_its_embeddings_unless_config_json_denies_it():
     told = [VARIANTS["smollm3"].raw, {**VARIANTS["smollm3"].raw, "tie_word_embeddings": None}, changed()]
     assert [parse_config(raw).tied_embeddings for raw in told] == [False, True, False]
+
+
+def test_yarn_reaches_the_context_that_it_was_made_for():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    lengths = {n: parse_config(changed(max_position_embeddings=n, rope_scaling=yarn)).max_model_len for n in (80, 512)}
+    assert lengths == {80: 256, 512: 512}, "users add yarn without raising the model's own limit"
