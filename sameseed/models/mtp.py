@@ -78,10 +78,8 @@ def open_block(folder: Path) -> Iterator[tuple[TensorSource, Qwen35Config, Qwen3
     """
     place, config = find_block(folder)
     with open_checkpoint(place) as source:
-        if "model.layers.0.input_layernorm.weight" in source:
-            source.check(replace(config, reads_mtp=True))
-        else:  # the block alone
-            source.check(config, mtp_shapes(config), ENDS)
+        alone = "model.layers.0.input_layernorm.weight" not in source
+        source.check(config, ({} if alone else expected_shapes(config)) | mtp_shapes(config), ENDS if alone else ())
         yield source, config, replace(config, num_layers=1, recurrent=frozenset())
 
 

@@ -31,8 +31,7 @@ PARTS = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 class Qwen35Config(ModelConfig):
     """Of DeltaNet: heads Hk and H, their sizes K and D, and `taps`, the columns of the convolution.
 
-    `in_gguf`: tensors are stored as GGUF does. `num_mtp`: layers of the MTP block in the checkpoint; `reads_mtp`: its
-    tensors are among those that are read.
+    `in_gguf`: tensors are stored as GGUF does. `num_mtp`: layers of the MTP block in the checkpoint.
     """
 
     key_heads: int = 0
@@ -42,7 +41,6 @@ class Qwen35Config(ModelConfig):
     taps: int = 4
     in_gguf: bool = False
     num_mtp: int = 0
-    reads_mtp: bool = False
 
     @property
     def mixed(self) -> int:
@@ -130,10 +128,6 @@ class Qwen35(Llama):
         return found
 
     @classmethod
-    def shapes(cls, config: Qwen35Config) -> dict[str, tuple[int, ...]]:
-        return super().shapes(config) | (mtp_shapes(config) if config.reads_mtp else {})
-
-    @classmethod
     def layer_shapes(cls, config: Qwen35Config, layer: int) -> Shapes:
         at = f"model.layers.{layer}"
         if layer not in config.recurrent:
@@ -164,7 +158,7 @@ class Qwen35(Llama):
     @classmethod
     def spare(cls, config: Qwen35Config) -> Seq[str]:
         ends = [f"model.layers.{config.num_layers}.nextn.{name}.weight" for name in OWN_ENDS if config.in_gguf]
-        return (*(() if config.reads_mtp else mtp_shapes(config)), *ends) if config.num_mtp else ()
+        return (*mtp_shapes(config), *ends) if config.num_mtp else ()
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> Qwen35Layer:
