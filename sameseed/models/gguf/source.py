@@ -25,7 +25,7 @@ from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
 from sameseed.models.gguf.header import GGUFFile, TensorInfo
-from sameseed.models.layouts.base import finite, round_scheme, rounded
+from sameseed.models.layouts.base import e8m0, finite, round_scheme, rounded
 from sameseed.models.weights import Shapes, expected_shapes
 from sameseed.scheme import BLOCKS, FileRows, QuantScheme, QuantTensor, get
 
@@ -200,10 +200,8 @@ class GGUFCheckpoint:
         """Codes and scales of rows of a matrix in blocks of 32."""
         height, width = stop - start, info.shape[1]
         data = self._bytes(info, start, stop)
-        if info.type == "MXFP4":  # the scale is one byte of e8m0, 255 for NaN
-            exponents = data[:, 0].view(height, -1).int()
-            scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127).to(torch.bfloat16)
-            scales = scales.masked_fill(exponents == 255, torch.nan)
+        if info.type == "MXFP4":
+            scales = e8m0(data[:, 0].view(height, -1))
         else:
             scales = data[:, :2].contiguous().view(torch.float16).view(height, -1)
         if info.type == "Q8_0":

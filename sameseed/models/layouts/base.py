@@ -209,6 +209,12 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     return nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)
 
 
+def e8m0(exponents: Tensor) -> Tensor:
+    """Powers of two from their exponents + 127, bfloat16; 255 means NaN."""
+    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).to(torch.bfloat16)
+    return powers.masked_fill(exponents == 255, torch.nan)
+
+
 def by_group(codes: Tensor, scales: Tensor, zeros: Tensor | float, index: Tensor) -> Tensor:
     """(codes [O, K] - zeros [O, n]) * scales [O, n] as float32 [O, K]; column k uses group index[k]."""
     index = index.long()

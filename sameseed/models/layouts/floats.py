@@ -23,6 +23,7 @@ from sameseed.models.layouts.base import (
     Files,
     Layout,
     StoredMatrix,
+    e8m0,
     listed,
     nibbles,
     round_scheme,
@@ -58,7 +59,7 @@ def float8(
     def read() -> QuantTensor | Tensor:
         scales = files.raw(scale)
         if scales.dtype == torch.uint8:  # e8m0: powers of two
-            scales = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+            scales = e8m0(scales)
         scales, codes = scales.float(), files.raw(weight)
         if not ours:
             assert block is not None
@@ -84,17 +85,10 @@ def mxfp4(name: str, shape: tuple[int, int], files: Files) -> StoredMatrix:
     scale_at = files.expect(f"{name}.weight_scale", ["U8", "F8_E8M0"], (height, width // 32))
 
     def read() -> QuantTensor:
-        parts = {"codes": nibbles(files.raw(codes_at)), "scales": e8m0(files.raw(scale_at), scale_at)}
+        parts = {"codes": nibbles(files.raw(codes_at)), "scales": e8m0(files.raw(scale_at))}
         return QuantTensor("mxfp4", shape, parts)
 
     return StoredMatrix((codes_at, scale_at), QuantScheme("mxfp4"), read)
-
-
-def e8m0(exponents: Tensor, name: str) -> Tensor:
-    """Powers of two from their exponents + 127, bfloat16. Raises ModelLoadError for NaN in tensor `name`."""
-    if (exponents == 255).any():
-        raise ModelLoadError(f"tensor {name} holds NaN; the file is damaged")
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).to(torch.bfloat16)
 
 
 def nvfp4(
@@ -199,7 +193,7 @@ class Mxfp4(Layout):
 
         def read() -> QuantTensor:
             blocks, exponents = files.raw(codes_at, index)[rows], files.raw(scales_at, index)[rows]
-            parts = {"codes": nibbles(blocks.flatten(1)), "scales": e8m0(exponents, scales_at)}
+            parts = {"codes": nibbles(blocks.flatten(1)), "scales": e8m0(exponents)}
             return QuantTensor("mxfp4", shape, parts, "int8")
 
         return StoredMatrix((codes_at, scales_at), QuantScheme("mxfp4", activations="int8"), read)
