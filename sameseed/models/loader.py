@@ -170,6 +170,7 @@ def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str
 def read_config(folder: Path) -> ModelConfig:
     """`config.json` with all end tokens that the folder's files name, or a GGUF file's keys. Raises ModelLoadError."""
     if folder.is_file():
-        return gguf.read_gguf_config(folder)
+        with closing(GGUFFile(folder)) as file:
+            return parse_config(gguf.raw_config(file), where=str(folder))
     raw = read_json(folder / "config.json")
     return parse_config(raw | {"eos_token_id": list(end_tokens(folder, raw))}, where=str(folder / "config.json"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +28,6 @@ NO_ENDS = (("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|
 END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 CONTROL, USER = 3, 4  # types of control tokens, and of those that are shown
-
-
-def read_gguf_config(path: Path) -> ModelConfig:
-    """The ModelConfig of a GGUF file. Raises ModelLoadError naming the key."""
-    with closing(GGUFFile(path)) as file:
-        return parse_config(raw_config(file), where=str(path))
 
 
 def _architecture(file: GGUFFile) -> str:

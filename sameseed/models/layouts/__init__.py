@@ -16,13 +16,14 @@ from sameseed.models.layouts.base import Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.floats import Fp8, ModelOpt, Mxfp4
-from sameseed.models.layouts.gptq import AwqLayout, GptqLayout, MarlinLayout, QqqLayout, is_marlin
+from sameseed.models.layouts.gptq import AwqLayout, GptqLayout, MarlinLayout, QqqLayout
 from sameseed.models.layouts.mlx import Mlx
 from sameseed.models.layouts.sameseed import Own
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> Layout:
-    return (MarlinLayout if is_marlin(config) else GptqLayout)(config, where)
+    marlin = config.get("checkpoint_format") == "marlin" or bool(config.get("is_marlin_format"))
+    return (MarlinLayout if marlin else GptqLayout)(config, where)
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {

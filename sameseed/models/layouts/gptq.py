@@ -284,8 +284,3 @@ def _grouped(scales: Tensor) -> Tensor:
 def _single(scales: Tensor) -> Tensor:
     """Scales [1, O] in the order of outputs: of 32 stored scales, each of four threads holds pairs 8 outputs apart."""
     return scales.view(len(scales), -1, 4, 4, 2).transpose(-2, -3).flatten(1)
-
-
-def is_marlin(config: Mapping[str, Any]) -> bool:
-    """Whether a GPTQ checkpoint's config says that the checkpoint was packed for Marlin."""
-    return config.get("checkpoint_format") == "marlin" or bool(config.get("is_marlin_format"))
