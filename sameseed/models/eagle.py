@@ -107,9 +107,6 @@ class EagleHead(Runnable):
         own = ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
         return logits, own, self._chosen(ops, logits, batch)
 
-    def _chosen(self, ops: Ops, logits: Tensor, batch: Batch) -> Tensor | None:
-        return None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
-
     def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Features [T, C] of the target's captured hidden states [T, F]."""
         w, eps = self.weights, self.config.layer.rms_eps
