@@ -24,7 +24,6 @@ class GemmaMoeConfig(MoeConfig, GemmaConfig):
     """`intermediate_size` is that of the network beside the experts."""
 
 
-
 @dataclass(frozen=True)
 class GemmaMoeLayer(GemmaLayer):
     """Norms [C]: of the network's output, of the experts' input and output, and of what the router reads."""
