@@ -85,30 +85,29 @@ def _nothing(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _fold(m, mass, o0, o1, m_new, l_new, o0_new, o1_new, lines, BLOCK: tl.constexpr):
+def _fold(state, more, lines, BLOCK: tl.constexpr):
     # For the lines in `lines`, merges the second softmax into the first and resets the second.
-    m, mass, o0, o1 = merge(m, mass, o0, o1, m_new, tl.where(lines, l_new, 0.0), o0_new, o1_new)
-    no_m, no_l, no_o, _ = _nothing(BLOCK)
-    kept0, kept1 = tl.where(lines[:, None], no_o, o0_new), tl.where(lines[:, None], no_o, o1_new)
-    return m, mass, o0, o1, tl.where(lines, no_m, m_new), tl.where(lines, no_l, l_new), kept0, kept1
+    m, mass, o0, o1 = more
+    state = merge(state, (m, tl.where(lines, mass, 0.0), o0, o1))
+    no_m, no_mass, no_o, _ = _nothing(BLOCK)
+    o0, o1 = tl.where(lines[:, None], no_o, o0), tl.where(lines[:, None], no_o, o1)
+    return state, (tl.where(lines, no_m, m), tl.where(lines, no_mass, mass), o0, o1)
 
 
 @triton.jit
 def _turn(
-    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
-    WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
+    block, whole, stretch, span, lines, WALK: tl.constexpr, SPAN: tl.constexpr, STRETCH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     # If this block begins a span, merges the previous span into its stretch. If it begins a stretch, merges the
     # previous stretch into the whole.
     if WALK != "span":
         if block % SPAN == 0:
-            st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _fold(
-                st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines, BLOCK
-            )
+            stretch, span = _fold(stretch, span, lines, BLOCK)
     if WALK == "all":
         if block % STRETCH == 0:
-            m, mass, o0, o1, st_m, st_l, st_o0, st_o1 = _fold(m, mass, o0, o1, st_m, st_l, st_o0, st_o1, lines, BLOCK)
-    return m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1
+            whole, stretch = _fold(whole, stretch, lines, BLOCK)
+    return whole, stretch, span
 
 
 @triton.jit(
@@ -176,24 +175,19 @@ def attend(
             NUMBER: tl.constexpr = k_ptr.dtype.element_ty if KIND == "float" else tl.float16
             q0_high, q0_low = terms(q0, NUMBER, SPLIT, WIDEN)
             q1_high, q1_low = terms(q1, NUMBER, SPLIT, WIDEN)
+            queries = (q0_high, q0_low, q1_high, q1_low, q_power)
+            cache = (k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads)
             keys = tl.arange(0, KEYS)
             all_lines = line >= 0
-            m, mass, o0, o1 = _nothing(BLOCK)
-            st_m, st_l, st_o0, st_o1 = _nothing(BLOCK)
-            sp_m, sp_l, sp_o0, sp_o1 = _nothing(BLOCK)
+            whole, stretch, span = _nothing(BLOCK), _nothing(BLOCK), _nothing(BLOCK)
             for block in range(begin, tl.minimum(stop, tl.max(reach, axis=0)), KEYS):
                 # Spans are merged only when the next one begins: a node's last span may continue in the loop below.
-                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
-                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, all_lines,
-                    WALK, SPAN, STRETCH, BLOCK,
-                )  # fmt: skip
+                whole, stretch, span = _turn(block, whole, stretch, span, all_lines, WALK, SPAN, STRETCH, BLOCK)
                 index = block + keys
                 visible = (index[None, :] >= low[:, None]) & (index[None, :] < reach[:, None])
                 sees = (block + KEYS > low) & (block < reach)
-                sp_m, sp_l, sp_o0, sp_o1 = step(
-                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
-                    index, index < kv_len, visible, sees,
-                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                span = step(
+                    queries, span, index, index < kv_len, visible, sees, cache,
                     KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
             # One loop over the blocks of all nodes, so that the next node's keys are loaded during the current
@@ -206,33 +200,29 @@ def attend(
                 tree = tl.load(tree_ptr + row)
                 row_low, row_high = _spans(kv_len + _popcount(tree) - 1, window)
                 lines = (t == row) & (block + KEYS > row_low) & (block < row_high)
-                m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1 = _turn(
-                    block, m, mass, o0, o1, st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1, lines,
-                    WALK, SPAN, STRETCH, BLOCK,
-                )  # fmt: skip
+                whole, stretch, span = _turn(block, whole, stretch, span, lines, WALK, SPAN, STRETCH, BLOCK)
                 place = block + keys
                 index = tl.where(place < kv_len, place, kv_len + _places(tree, place - kv_len))
                 wanted = (place >= row_low) & (place < row_high)
-                sp_m, sp_l, sp_o0, sp_o1 = step(
-                    q0_high, q0_low, q1_high, q1_low, q_power, sp_m, sp_l, sp_o0, sp_o1,
-                    index, wanted, lines[:, None] & wanted[None, :], lines,
-                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+                span = step(
+                    queries, span, index, wanted, lines[:, None] & wanted[None, :], lines, cache,
                     KIND, SCALED, SPLIT, WIDEN, HALVES, MACHINE, FLOAT8, PAGE, DIM, BLOCK,
                 )  # fmt: skip
             if WALK != "span":
-                sp_m, sp_l, sp_o0, sp_o1 = merge(st_m, st_l, st_o0, st_o1, sp_m, sp_l, sp_o0, sp_o1)
+                span = merge(stretch, span)
             if WALK == "all":
-                m, mass, o0, o1 = merge(m, mass, o0, o1, sp_m, sp_l, sp_o0, sp_o1)
+                _, mass, o0, o1 = merge(whole, span)
                 out_at = out_ptr + ((t_safe * num_heads + head)[:, None] * DIM + cols[None, :] * EACH)
                 shared_mass = tl.broadcast_to(mass[:, None], (TILE, BLOCK))
                 tl.store(out_at, tl.div_rn(o0, shared_mass), mask=ins0)
                 tl.store(out_at + NEXT, tl.div_rn(o1, shared_mass), mask=ins1)
             else:
+                m, mass, o0, o1 = span
                 where = (t_safe * num_heads + head) * num_parts + tl.program_id(2)
                 part_at = part_ptr + (where[:, None] * DIM + cols[None, :] * EACH)
-                tl.store(part_at, sp_o0, mask=ins0 & (sp_l != 0.0)[:, None])
-                tl.store(part_at + NEXT, sp_o1, mask=ins1 & (sp_l != 0.0)[:, None])
-                tl.store(sums_ptr + where * 2, sp_m, mask=real)
-                tl.store(sums_ptr + where * 2 + 1, sp_l, mask=real)
+                tl.store(part_at, o0, mask=ins0 & (mass != 0.0)[:, None])
+                tl.store(part_at + NEXT, o1, mask=ins1 & (mass != 0.0)[:, None])
+                tl.store(sums_ptr + where * 2, m, mask=real)
+                tl.store(sums_ptr + where * 2 + 1, mass, mask=real)
     else:
         wait(EARLY)  # a kernel must not end before the previous kernel ends

@@ -39,8 +39,10 @@ def blend(o, o_new, old, new, first, seen):
 
 
 @triton.jit
-def merge(m, mass, o0, o1, m_new, l_new, o0_new, o1_new):
-    # Merges two partial softmaxes of TILE queries. Each has [TILE], [TILE], and twice [TILE, BLOCK].
+def merge(state, more):
+    # Merges two partial softmaxes of TILE queries: maxima and sums [TILE], and the two parts of values [TILE, BLOCK].
+    m, mass, o0, o1 = state
+    m_new, l_new, o0_new, o1_new = more
     m, mass, old, new, first, seen = shares(m, mass, m_new, l_new)
     old, new, first, seen = old[:, None], new[:, None], first[:, None], seen[:, None]
     return m, mass, blend(o0, o0_new, old, new, first, seen), blend(o1, o1_new, old, new, first, seen)
@@ -98,12 +100,14 @@ def _parts(
 
 @triton.jit
 def step(
-    q0_high, q0_low, q1_high, q1_low, q_power, m, mass, o0, o1, index, loaded, visible, sees,
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads,
+    queries, state, index, loaded, visible, sees, cache,
     KIND: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr, HALVES: tl.constexpr,
     MACHINE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Adds a block of keys, stored at `index` [KEYS], to the softmax of the queries that see some of it (`sees` [TILE]).
+    q0_high, q0_low, q1_high, q1_low, q_power = queries
+    m, mass, o0, o1 = state
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, kv_head, kv_heads = cache
     KEYS: tl.constexpr = index.shape[0]
     page = tl.load(table + index // PAGE, mask=loaded, other=0).to(tl.int64)
     row = (page * PAGE + index % PAGE) * kv_heads + kv_head  # [KEYS]
