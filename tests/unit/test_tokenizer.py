@@ -233,6 +233,14 @@ def with_template(template):
     return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
+@pytest.mark.parametrize("generation", [True, False])
+def test_the_template_alone_decides_which_tokens_there_are(generation):
+    tokenizer = with_template(CHATML)
+    rendered = '<|user|>user\nHello <b>&"you"</b> 你好</s>\n' + "<|user|>assistant\n" * generation
+    assert tokenizer.render_chat(HELLO, generation) == rendered
+    assert tokenizer.decode(tokenizer.chat(HELLO, generation), skip_special_tokens=False) == rendered
+
+
 @every_kind
 def test_special_tokens_that_a_user_types_are_text(kind):
     tokenizer = Tokenizer(KINDS[kind]()._backend, CHATML, {"eos_token": "</s>"})
