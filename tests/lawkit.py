@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as HFTokenizer, decoders, models, pre_tokenizer
 from sameseed import ops, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble
+from sameseed.engine.overlap import Overlap
 from sameseed.laws import trial
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.block import BlockHead
@@ -258,6 +259,13 @@ def run(engine, prompts, params, alone=False, streamed=False):
 
 def sequences(count, length=1):
     return [Sequence(b, [1] * length, SamplingParams(), 0) for b in range(count)]
+
+
+class Tireless(Overlap):
+    """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
+
+    def fits(self, seconds):
+        return True
 
 
 def finished(engine):

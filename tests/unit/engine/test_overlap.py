@@ -6,7 +6,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
+from lawkit import SAMPLED, Pair, Tireless, make_engine, random_prompts, run, texts
 
 from sameseed import LLM, SpecConfig, ops
 from sameseed.engine.levels import Level, resolve
@@ -39,13 +39,6 @@ class Inline(Overlap):
             left = iter(range(self.random.randint(0, self.most)))
             self._drafted = drafter.ahead(seqs, draft, num_draft, lambda: next(left, None) is not None)
         yield lambda: None
-
-
-class Tireless(Overlap):
-    """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
-
-    def fits(self, seconds):
-        return True
 
 
 def patient(engine):

@@ -14,6 +14,7 @@ from lawkit import (
     EOS,
     MODEL_VOCAB,
     TOKENIZER_SIZE,
+    Tireless,
     TreeDrafter,
     assert_nothing_left,
     finished,
@@ -22,7 +23,6 @@ from lawkit import (
 )
 
 from sameseed.drafters._followers import Shadow
-from sameseed.engine.overlap import Overlap
 from sameseed.errors import RequestError
 from sameseed.grammar.matching import Matching
 from sameseed.request import FinishReason, Request, SamplingParams, Sequence
@@ -204,13 +204,6 @@ def test_a_drafter_that_guesses_while_the_target_checks(pair, words, person, aft
     seq.grammar = words.matched(person)
     own = getattr(Shadow(seq, engine.runner).seq.grammar, "_grammar", None)
     assert own is not None and own is not seq.grammar and own._matcher is not seq.grammar._matcher
-
-
-class Tireless(Overlap):
-    """Drafts ahead until the target's pass ends, however long the drafter's passes take."""
-
-    def fits(self, seconds):
-        return True
 
 
 FEATURES = [
