@@ -233,12 +233,11 @@ def with_template(template):
     return Tokenizer(byte_level()._backend, template, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-@pytest.mark.parametrize("generation", [True, False])
-def test_the_template_alone_decides_which_tokens_there_are(generation):
+def test_the_template_alone_decides_which_tokens_there_are():
     tokenizer = with_template(CHATML)
-    rendered = '<|user|>user\nHello <b>&"you"</b> 你好</s>\n' + "<|user|>assistant\n" * generation
-    assert tokenizer.render_chat(HELLO, generation) == rendered
-    assert tokenizer.decode(tokenizer.chat(HELLO, generation), skip_special_tokens=False) == rendered
+    for rest, generation in (("<|user|>assistant\n", True), ("", False)):
+        text = tokenizer.decode(tokenizer.chat(HELLO, generation), skip_special_tokens=False)
+        assert text == tokenizer.render_chat(HELLO, generation) == f'<|user|>user\nHello <b>&"you"</b> 你好</s>\n{rest}'
 
 
 @every_kind
