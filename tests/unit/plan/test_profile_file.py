@@ -26,9 +26,10 @@ def made(**changes):
     return dataclasses.replace(tuned, **changes)
 
 
+BELOW = {"options": {"vocabulary": "9"}}
 FULL = dataclasses.replace(
     made(),
-    chosen=Chosen("w8a8", "kv8", "suffix + embedded-head", "w4a8", 4, {"max_match": 9, "below": [{"k": 1}]}, "goodput"),
+    chosen=Chosen("w8a8", "kv8", "suffix + embedded-head", "w4a8", 4, {"k": 9, "below": [BELOW]}, "goodput"),
     predicted={"speedup": TunedFigure(1.9, 1.7, 2.1, "profiled", 0.03)},
     measured={"speedup": TunedFigure(1.84, 1.8, 1.9), "tokens per s": TunedFigure(41, 40, 42)},
     quality={"perplexity_ratio": TunedFigure(1.004, 1.001, 1.007)},
@@ -91,13 +92,12 @@ def written(tuned, folder):
 def test_a_profile_of_something_else_is_refused(part, name, other, tmp_path, caplog):
     here = made()
     path = written(made(**{part: dataclasses.replace(getattr(here, part), **{name: other})}), tmp_path)
-    why = f"{other} there"
-    with pytest.raises(ConfigError, match=why) as refused:
+    with pytest.raises(ConfigError, match=f"{other} there") as refused:
         LLM(profile=path)
     assert "--force-profile" in str(refused.value)
     with caplog.at_level(logging.WARNING):
         assert LLM(profile=path, force_profile=True).config.spec.num_draft_tokens == 3
-    assert why in caplog.text
+    assert f"{other} there" in caplog.text
 
 
 def test_llm_takes_what_was_chosen_where_nothing_is_said(tmp_path):
@@ -131,6 +131,8 @@ def test_flags_win_over_the_profile(tmp_path):
     assert parsed.model == "embedded"
     assert parsed.settings["draft_options"] == FULL.chosen.draft_options
     assert [parsed.settings[k] for k in ("format", "kv_format", "policy")] == ["w8a8", "kv8", "goodput"]
+    parsed = options.parse(Own, ["--profile", path, "--draft-vocabulary", "8"], "test", engine=True).engine
+    assert parsed.settings["draft_options"] == {"k": 9, "below": [{"options": {}}]}, "in place of the profile's"
     argv = [f"--profile={path}", "--draft", "none", "--format", "bf16", "--draft-options", "{}", "--model", "m"]
     parsed = options.parse(Own, argv, "test", engine=True).engine
     assert (parsed.model, parsed.settings["draft"], parsed.settings["format"]) == ("m", None, "bf16")
@@ -150,10 +152,8 @@ def test_generate_uses_a_profile(tmp_path, capsys):
 def test_bench_measures_what_was_chosen(tmp_path, capsys):
     path = written(made(), tmp_path)
     (tmp_path / "prompts.txt").write_text("a b a b a b a b")
-    argv = [
-        "bench", "--profile", path, "--prompts", str(tmp_path / "prompts.txt"), "--repeat", "1", "--max-tokens", "6",
-    ]  # fmt: skip
-    assert main([*argv, "--temperatures", "0", "--json", "--out", str(tmp_path / "out.jsonl")]) == 0
+    argv = f"bench --profile {path} --prompts {tmp_path / 'prompts.txt'} --repeat 1 --max-tokens 6"
+    assert main([*argv.split(), "--temperatures", "0", "--json", "--out", str(tmp_path / "out.jsonl")]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [r["config"]["draft"] for r in records] == ["none", "ngram"]
     assert [r["config"]["num_draft_tokens"] for r in records] == [0, 3]
