@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig
+from sameseed.models.config import ModelConfig, layer_shapes, matrices
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 
@@ -39,10 +39,9 @@ class Granite4(Llama):
 
     @classmethod
     def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        mlp, wide, inner = f"model.layers.{layer}.shared_mlp", config.hidden_size, config.intermediate_size
-        usual = {name: shape for name, shape in super().layer_shapes(config, layer).items() if ".mlp." not in name}
-        fused = {f"{mlp}.input_linear.weight": (2 * inner, wide), f"{mlp}.output_linear.weight": (wide, inner)}
-        return {**usual, **fused}
+        at, wide, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
+        mlp = matrices(f"{at}.shared_mlp", {"input_linear": (2 * inner, wide), "output_linear": (wide, inner)})
+        return layer_shapes(config, at, cls.norms, feed_forward=mlp)
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
