@@ -203,8 +203,8 @@ class GoodputLength:
     def _decided(self, seqs: Seq[Sequence], rows: int, budget: int | None, size: int) -> list[int]:
         """The best lengths by the estimates; a sequence for which drafting does not pay may get a trial."""
         known = self.acceptance.own
-        one = self.acceptance.offers(-1, self.num_draft_tokens)  # of sequences without observations
-        offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else one for i in map(_id, seqs)]
+        unseen = [] if all(i in known for i in map(_id, seqs)) else self.acceptance.offers(-1, self.num_draft_tokens)
+        offers = [self.acceptance.offers(i, self.num_draft_tokens) if i in known else unseen for i in map(_id, seqs)]
         known_from = {i: length + STATES_NEEDED for i, length in self._missed.items()}
         missed = {b for b, seq in enumerate(seqs) if len(seq) < known_from.get(seq.seq_id, 0)}
         offers = [[] if b in missed else o for b, o in enumerate(offers)]
