@@ -174,7 +174,7 @@ class EngineConfig:
                 "sequence needs a row a pass; raise the first or lower the second"
             )
         try:
-            datetime.fromisoformat(self.template_date or "2026-01-01")
+            datetime.fromisoformat("2026-01-01" if self.template_date is None else self.template_date)
         except ValueError:
             raise ConfigError(f"template_date must be a date such as 2026-11-29, got {self.template_date!r}") from None
 

@@ -11,7 +11,7 @@ from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest
 from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint
-from sameseed.models.config import ASSETS, EMBEDDED, GGUF, ModelConfig, family, parse_config, read_json
+from sameseed.models.config import ASSETS, EMBEDDED, GGUF, MTP_BESIDE, ModelConfig, family, parse_config, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import config as gguf
 from sameseed.models.gguf.header import MAGIC, GGUFFile
@@ -81,10 +81,11 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder itself, or the one GGUF file in it where there is no config.json."""
+    """The folder itself, or the one GGUF file of a language model in it where there is no config.json."""
     if (folder / "config.json").exists():
         return folder
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() == GGUF)
+    files = [f for f in files if "mmproj" not in f.name.lower() and not f.match(MTP_BESIDE)] or files
     if len(files) > 1:
         raise ModelLoadError(f"{folder} holds {len(files)} GGUF files; name one of them, e.g. {files[0]}")
     return files[0] if files else folder
@@ -92,9 +93,7 @@ def _in_folder(folder: Path) -> Path:
 
 def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
     """The tensors of a folder or GGUF file from `resolve_model`: a context, and a `TensorSource` once checked."""
-    if not path.is_file():
-        return Checkpoint(path)
-    return GGUFCheckpoint(path)
+    return GGUFCheckpoint(path) if path.is_file() else Checkpoint(path)
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def load_targets(
     Formats not loaded by `end` (of `perf_counter`), except the first, are named there, too. Raises ConfigError where no
     format loads, or where no draft fits.
     """
-    specs = draft_specs(asked)
+    specs, folder = draft_specs(asked), resolve_model(asked.model)
     made: list[TargetBench] = []
     pairs = [(form, kv) for form in asked.formats for kv in asked.kv_formats]
     for i, (form, kv_form) in enumerate(pairs):
@@ -230,12 +230,11 @@ def load_targets(
         for spec in specs:
             try:
                 settings = {**asked.settings, "format": form, "kv_format": kv_form}
-                check_parts(resolve_model(asked.model), make_config(spec, **settings))
+                check_parts(folder, make_config(spec, **settings))
                 fitting.append(spec)
             except SameseedError as error:
-                lost.append(
-                    Loser({"setting": f"{draft_text(spec, models=True)} for {form}"}, "impossible", note=str(error))
-                )
+                way = {"setting": f"{draft_text(spec, models=True)} for {form}"}
+                lost.append(Loser(way, "impossible", note=str(error)))
         try:
             made.append(TargetBench(asked, form, kv_form, fitting, load))
         except SameseedError as error:

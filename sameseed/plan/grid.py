@@ -12,6 +12,7 @@ from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import Level, drafter_class, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
+from sameseed.fields import LARGEST
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.request import SamplingParams
 
@@ -87,8 +88,8 @@ class TuneRequest:
             raise ConfigError(f"give at least two prompts (--prompts FILE), not {len(self.prompts)}")
         if len({str(p.facts) for p in self.prompts}) < 2:
             raise ConfigError("all prompts are identical; give different ones (--prompts FILE)")
-        if self.seconds < 5:
-            raise ConfigError(f"--seconds {self.seconds:g} is too short to load and measure anything; give 30 or more")
+        if not 5 <= self.seconds <= LARGEST:
+            raise ConfigError(f"--seconds {self.seconds:g} is no time to load and measure anything; give 30 or more")
         if not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
 

@@ -247,8 +247,7 @@ BELOW = '{"below": [{}, {"policy": "goodput"}]}'
 def test_bad_input(cli, argv, message):
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and message in err
-    assert "Traceback" not in err and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and message in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,8 +256,7 @@ def test_bad_input(cli, argv, message):
 def test_bad_prompt_file(cli, tmp_path, line, message):
     (tmp_path / "p.jsonl").write_text(line + "\n")
     code, _, err = cli("bench", "--prompts", str(tmp_path / "p.jsonl"))
-    assert code == 2
-    assert "p.jsonl" in err and message in err
+    assert code == 2 and "p.jsonl" in err and message in err
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])

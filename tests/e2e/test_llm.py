@@ -166,6 +166,7 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
         ({"max_model_len": 100_000}, ConfigError, "above the model's own 256"),
         ({"num_blocks": 3}, ConfigError, "cannot hold one request of 256 tokens: raise it to 16"),
         ({"backend": "referenc"}, RegistryError, "did you mean 'reference'"),
+        ({"template_date": ""}, ConfigError, "must be a date"),
         ({"draft": Path("ngramm")}, ModelLoadError, "no model at 'ngramm'"),
         ({"model": Path("/nowhere/at/all")}, ModelLoadError, "no model at '/nowhere"),
         ({"blocksize": 4}, ConfigError, "did you mean 'block_size'"),

@@ -355,6 +355,7 @@ def test_every_decoded_type_is_one_that_the_package_decodes():
 def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     tensors = random_tensors(parse_config(RAW))
     path = write_gguf(tmp_path / "a.gguf", RAW, tensors)
+    (tmp_path / "a-mmproj-F16.gguf").touch()  # what sees for a model is no language model
     assert resolve_model(str(path)) == path and resolve_model(str(tmp_path)) == path
     (tmp_path / "b.gguf").write_bytes(path.read_bytes())
     with pytest.raises(ModelLoadError, match="holds 2 GGUF files; name one of them"):

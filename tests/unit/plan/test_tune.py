@@ -13,7 +13,7 @@ from sameseed.config import SpecConfig, parse_draft
 from sameseed.cost.round import Drafted
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
@@ -42,12 +42,10 @@ def prospect(spec, value, num_bytes=0):
 def test_bad_requests():
     for given, says in (
         ({"objective": "fast"}, "objective must be one of balanced, latency"),
-        ({"prompts": ()}, "at least two"),
-        ({"prompts": PROMPTS[:1]}, "at least two"),
+        *(({"prompts": few}, "at least two") for few in ((), PROMPTS[:1])),
         ({"prompts": (Prompt("a", "", "same"), Prompt("b", "", "same"))}, "different"),
-        ({"batches": (0,)}, "1 or more"),
-        ({"threads": (0,)}, "1 or more"),
-        ({"seconds": 1.0}, "give 30"),
+        *(({name: (0,)}, "1 or more") for name in ("batches", "threads")),
+        *(({"seconds": seconds}, "give 30") for seconds in (1.0, math.nan, math.inf)),
         ({"quality": 0.9}, "e.g. 1.02"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -227,7 +225,9 @@ def test_the_checkpoint_is_measured_where_the_grid_lacks_it():
     assert found.low < found.value < found.high and math.isfinite(found.high) and found.value != 1.0
 
 
-def test_a_draft_that_fits_nowhere():
+def test_a_draft_that_fits_nowhere_and_a_model_that_is_nowhere():
+    with pytest.raises(ModelLoadError, match=r"^no model at"):
+        load_targets(asked(model="/no/such"), LLM, lambda *_: None, [])
     with pytest.raises(ConfigError, match="none of the drafts fits this target: embedded-target for auto"):
         load_targets(asked(drafts=("embedded-target",)), LLM, lambda *_: None, [])
 
