@@ -19,10 +19,7 @@ WHOLE = BeforeValidator(_whole)
 
 
 class Fields(BaseModel):
-    """Base of request models. Strict: a quoted number is not a number. Unknown fields are kept, for the debug log.
-
-    Where one would decide how a text is made, the class forbids them instead.
-    """
+    """Base of request models. Strict: a quoted number is none. Unknown fields are logged; formats forbid them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 

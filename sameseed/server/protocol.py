@@ -8,6 +8,7 @@ name, on routes that have no such field.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -341,7 +342,8 @@ def read(kind: type[F], body: dict[str, Any]) -> F:
                 place += f".{part}" if place else part
         param = str(fault["loc"][0])[:64] if fault["loc"] else None
         tags = fault["ctx"]["expected_tags"] if fault["type"] == "union_tag_invalid" else None
-        told = f"'type' must be one of {tags}" if tags else fault["msg"][:500]  # that one's message repeats the value
+        said = re.sub("a valid dictionary.*", "an object", fault["msg"][:500])  # pydantic's words, without our class
+        told = f"'type' must be one of {tags}" if tags else said  # that one's message repeats the value
         if fault["type"] == "extra_forbidden":
             told = f"{str(fault['loc'][-1])[:64]!r} is unknown here; leave it out"
         raise bad_request(f"{place or 'body'}: {told}", param, "invalid_value") from None

@@ -90,7 +90,7 @@ def test_a_bias_is_by_token_ids(bias):
         ({"content": "x"}, "messages[0].role"),
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
-        ("x", "messages[0]"),
+        ("x", "messages[0]: Input should be an object"),
     ],
 )
 def test_bad_messages(message, place):
@@ -162,9 +162,9 @@ def test_neutral_values_and_unknown_fields_pass(caplog):
     read(ChatFields, {**ROUTES[1][1], "tfs_z": 1.0, "top_a": 0, "modalities": ["text"], "verbosity": "medium"})
     assert refusal(ChatFields, {**ROUTES[1][1], "prompt_logprobs": 0}).param == "prompt_logprobs", "0 asks for some"
     assert "chat_template_kwargs" in refusal(ChatFields, {**ROUTES[1][1], "enable_thinking": False}).message
-    assert refusal(ResponseFields, {"input": "x", "tool_choice": "required"}).param == "tool_choice"
-    assert refusal(ResponseFields, {"input": "x", "add_generation_prompt": False}).param == "add_generation_prompt"
-    read(ResponseFields, {"input": "x", "add_generation_prompt": True})
+    for name, value in {"tool_choice": "required", "add_generation_prompt": False, "include": ["logprobs"]}.items():
+        assert refusal(ResponseFields, {"input": "x", name: value}).param == name
+    read(ResponseFields, {"input": "x", "add_generation_prompt": True, "include": ["reasoning.encrypted_content"]})
     refusal(CompletionFields, {"prompt": "x", "best_of": 3, "n": 2})
 
 
