@@ -125,10 +125,8 @@ class _SchemaWalk:
     def _whole(self, key: str, value: Any, place: str) -> None:
         if key == "$ref":
             # A reference must lead to a schema in the same document; nothing is fetched.
-            if not isinstance(value, str) or not (value == "#" or value.startswith("#/")) or set(value) & set("~%"):
+            if not re.fullmatch("#(/[^~%]*)?", str(value)) or target(self._root, value) is None:
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
-            if target(self._root, value) is None:
-                raise self._fault(place, "leads to no schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of at least one value")
@@ -232,11 +230,13 @@ def whole_match(pattern: str) -> str:
     Raises ValueError for what no grammar can follow: assertions, and anchors within an alternative.
     """
     parts = [re.sub(r"^\(\?P<", "(?<", part) for part in _PART.findall(pattern)]  # Python's names of groups
-    for part in parts:
+    for at, part in enumerate(parts):
+        if parts[at : at + 2] == [")", "?"]:  # as (...|): xgrammar's (...)? may also begin within the group
+            parts[at : at + 2] = ["|", ")"]
         if part[:2] == "(?" and part[-1] in "=!":
             raise ValueError("may hold no lookahead or lookbehind")
-        if part in ("\\b", "\\B") or re.fullmatch(r"\\[1-9k]", part):
-            raise ValueError("may hold no word boundary and no reference to a group")
+        if part in ("\\b", "\\B", "[") or re.fullmatch(r"\\[1-9k]", part):
+            raise ValueError("may hold no word boundary, no reference to a group, and no '[' that nothing closes")
     return _alternatives(parts, False, False)
 
 
