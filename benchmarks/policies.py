@@ -116,8 +116,8 @@ def accounted(good: Seq[Run], plain: Seq[Run], target: Curve, batch: int) -> flo
     )  # of the target's pass over one token each
     drafts, nodes = (sum(getattr(run.metrics, name) for run in good) for name in ("num_drafts", "num_draft_tokens"))
     deep, context = nodes / max(1, drafts), round(sum(c.context for c in counted) / len(counted))
-    rows = drafts * (target.at(batch + deep) - target.at(batch) + target.extra([context], [1 + deep]))
-    rows -= drafts * target.extra([context], [1])
+    rows = drafts * (target.at(batch + deep) - target.at(batch))
+    rows += drafts * (target.extra(1 + deep, 1, context) - target.extra(1, 1, context))
     saved = (steps - sum(run.counts.num_steps for run in good)) * one
     outside = sum(run.seconds - run.times.target for run in good)
     return round(whole / (seconds - saved + rows + outside), 4)
