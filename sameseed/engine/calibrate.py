@@ -25,7 +25,7 @@ from sameseed.spec.step import decode_step
 if TYPE_CHECKING:
     from sameseed.engine.engine import Engine
 
-ROWS = (1, 2, 4, 8, 16, 32)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 32)
 LONG, FEW, MANY = 1024, 1, 8  # tokens of a long context, and rows of the two passes that are measured after it
 REPEATS, QUICK = 5, 0.005  # of a pass; seconds of a one-row pass below which warm-up rounds are run first
 PASSES, MOST = 24, 8.0  # passes that measuring may always take, and seconds to which that is limited

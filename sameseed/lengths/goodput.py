@@ -31,11 +31,11 @@ from sameseed.spec.drafter import Drafter, Round
 
 HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # fewest and most rounds for which a decision holds while the batch stays the same
 HOLD_SECONDS = 0.015  # seconds for which a decision should hold if rounds are short
-LEARN_EVERY = 0.01  # seconds of rounds (those that reach `update`) per round from which costs are learned
+LEARN_EVERY = 0.02  # seconds of rounds (those that reach `update`) per round from which costs are learned
 SHORT_ROUND = 0.004  # seconds: copying hidden states to the drafter takes a noticeable share of shorter rounds
 LONGEST_WITHOUT_STATES = 0.5  # seconds, at most, without hidden states for the drafter
 STATES_NEEDED = 96  # tokens with hidden states that a head needs after a gap; with fewer its drafts are worse
-DECISION_SHARE = 0.005  # share of the time that decisions may take while no sequence has drafts
+DECISION_SHARE = 0.005  # share of the time that decisions may take while no sequence has drafts; twice it with drafts
 WARM_UP = 48  # learned rounds that rescale all costs: what was measured before them may be far off
 FIRST_GAPS = 16  # first rounds that are all learned: nothing else measures the gap between passes
 SIMILAR_BATCH = 0.25  # relative change of the batch size up to which a rest goes on
@@ -70,6 +70,7 @@ class GoodputLength:
         # (`EngineCost.row`); tokens that a step of the drafter must bring; rows of the pass without drafts.
         self._next: tuple[float, float, float, float, float] | None = None
         self._held: tuple[tuple[int, ...], int, list[int]] | None = None  # sequences, rounds left, lengths
+        self._unaffordable = 0  # rounds in which another decision would take more than its share of the time
         self._rest, self._resting = 0, (0, 0)  # rounds left of the rest; its batch size and last sequence
         self._idle = False  # is this round part of a rest?
         self._fixed_rest = 0  # rounds of the rest that new sequences cannot end: a decision takes time too
@@ -147,10 +148,10 @@ class GoodputLength:
             return [0] * len(seqs)
         self._rest = self._fixed_rest = 0
         ids = (beside, *[seq.seq_id for seq in seqs])
-        if self._held is not None and self._held[0] == ids and self._held[1] > 0:
-            lengths = self._held[2]
-            if budget is None or sum(lengths) <= budget:
-                self._held = ids, self._held[1] - 1, lengths
+        if self._held is not None and self._held[1] > 0:
+            lengths = self._kept(ids, self._held)
+            if lengths is not None and (budget is None or sum(lengths) <= budget):
+                self._held, self._unaffordable = (ids, self._held[1] - 1, lengths), self._unaffordable - 1
                 return list(lengths)
         start = time.perf_counter()
         lengths, hold = self._decided(seqs, num_rows or len(seqs), budget, count), self._hold
@@ -162,8 +163,23 @@ class GoodputLength:
             return lengths
         elif self._since_plain >= self._due(count):
             lengths, hold = [0] * len(seqs), MOST_COLD  # measure a plain round: its cost may have changed
+        else:
+            self._unaffordable = min(round(self._deciding / (2 * DECISION_SHARE * self._plain)), LONGEST_HOLD)
+            hold = max(hold, self._unaffordable)
         self._held = ids, hold - 1, lengths
         return list(lengths)
+
+    def _kept(self, ids: tuple[int, ...], held: tuple[tuple[int, ...], int, list[int]]) -> list[int] | None:
+        """The decided lengths for these sequences; None if a new decision is due.
+
+        A batch of which most is known waits until a decision is affordable: its new sequences have no drafts so long.
+        """
+        if held[0] == ids:
+            return held[2]
+        known = dict(zip(held[0][1:], held[2], strict=True))
+        if self._unaffordable <= 0 or held[0][0] != ids[0] or 2 * sum(i in known for i in ids[1:]) <= len(ids) - 1:
+            return None
+        return [known.get(i, 0) for i in ids[1:]]
 
     def _due(self, num_seqs: int) -> int:
         """After how many rounds with drafts a plain round is measured: soon where none was, in such a batch."""
