@@ -8,10 +8,8 @@ packaged ones. `--data` names a folder with humaneval, mt_bench and gsm8k (.json
 three. Answers end at the model's end token. The suffix drafter uses no past requests here, because the same prompts are
 repeated. What goodput learned in one cell is kept for the next one, as in a server.
 
-Two runs of the same engine differ by several percent. So each record also has `accounted`: what goodput's own work must
-have changed, from its counts (passes saved, draft rows) and from the time it spent outside the target's passes.
-
-In a cell, all arms run the same batches of prompts, in a random order for each batch. Each batch gives a pair of
+In a cell, all arms run the same prompts, in a random order for each turn of `ROUNDS` times the batch. So many sequences
+as the batch has run at once, and one that ends makes room for the next, as in a server. Each turn gives a pair of
 measurements with plain decoding. Before a cell, goodput runs alone for `--settle` seconds: a cell stands for a steady
 workload, not for the moment after a change of texts. `--cells N` draws N of the cells. Writes one record per cell, with
 80 % intervals; `make docs` makes the table.
@@ -33,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.cost.curve import Curve
 from sameseed.measure.bench import Bench, Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import ASSETS, DEFAULT_PROMPTS, Arm, Workload, arms, read_prompts, without_past
@@ -45,6 +42,7 @@ SCHEMA = "sameseed.policies/1"
 CHAT = ("orders", "records", "sums")
 TEXTS = ("code", "chat", "maths", "repetitive", "random")
 LONGEST = 192  # most tokens of a prompt; only its last ones are used
+ROUNDS = 3  # texts of each place in the batch
 FEWEST = 4  # least pairs in a cell, regardless of time
 
 
@@ -85,8 +83,9 @@ def speeds(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float) -> 
             break
         texts = []
         for way in rng.sample(ways, len(ways)):  # random order, since each arm's run affects the caches for the next
-            run = Run()
-            run_batch(bench.install(way), batch, run)
+            run, engine = Run(), bench.install(way)
+            engine.scheduler.max_num_seqs = workload.batch_size // ROUNDS
+            run_batch(engine, batch, run)
             taken[way].append(run)
             texts.append(run.texts)
         same = same and all(text == texts[0] for text in texts)
@@ -103,26 +102,6 @@ def ratio(these: Seq[Run], those: Seq[Run]) -> list[float]:
     return [round(float(x), 4) for x in (found[0], *np.quantile(found[1:], (0.1, 0.9)))]
 
 
-def accounted(good: Seq[Run], plain: Seq[Run], target: Curve, batch: int) -> float:
-    """Speed over plain decoding that follows from goodput's passes, draft rows, and time outside the target's passes.
-
-    A pass without drafts is taken to be as long as in plain decoding, so drifts of the machine's speed hardly matter.
-    `target` tells what draft rows add.
-    """
-    whole, counted = sum(run.seconds for run in plain), [run.counts for run in plain]
-    seconds, steps = sum(run.times.target for run in plain), sum(c.num_steps for c in counted)
-    one = (
-        (whole - sum(c.prefill for c in counted)) / steps * seconds / whole
-    )  # of the target's pass over one token each
-    drafts, nodes = (sum(getattr(run.metrics, name) for run in good) for name in ("num_drafts", "num_draft_tokens"))
-    deep, context = nodes / max(1, drafts), round(sum(c.context for c in counted) / len(counted))
-    rows = drafts * (target.at(batch + deep) - target.at(batch))
-    rows += drafts * (target.extra(1 + deep, 1, context) - target.extra(1, 1, context))
-    saved = (steps - sum(run.counts.num_steps for run in good)) * one
-    outside = sum(run.seconds - run.times.target for run in good)
-    return round(whole / (seconds - saved + rows + outside), 4)
-
-
 def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, settle: float) -> dict[str, Any]:
     """Measure one cell. `ways`: plain decoding, goodput, then fixed lengths. Returns the cell's results."""
     if settle:
@@ -130,14 +109,12 @@ def measured(bench: Bench, ways: Seq[Arm], workload: Workload, seconds: float, s
     taken, same = speeds(bench, ways, workload, seconds)
     plain, good, *fixed = ways
     found = {str(way.spec.num_draft_tokens): ratio(taken[way], taken[plain]) for way in fixed}
-    costs: Any = vars(bench.install(good).policy)["cost"]
     best = max(fixed, key=lambda way: ratio(taken[way], taken[plain])[0], default=None)
     return {
         "num_pairs": len(taken[plain]),
         "num_tokens": (tokens := sum(run.num_tokens for run in taken[plain])),
         "plain_tokens_per_s": round(tokens / sum(run.seconds for run in taken[plain]), 2),
         "goodput": ratio(taken[good], taken[plain]),
-        "accounted": accounted(taken[good], taken[plain], costs.target, workload.batch_size),
         "fixed": found,
         "over_best_fixed": None if best is None else ratio(taken[good], taken[best]),
         "equals_plain": same,
@@ -188,20 +165,21 @@ def main() -> None:
     cells = cells[: args.cells][args.skip :]
     run_id = record.now()
     for done, (draft, temperature, batch, texts) in enumerate(cells, 1):
-        count = max(batch, args.num_prompts // batch * batch)
+        turn = ROUNDS * batch
+        count = max(turn, args.num_prompts // turn * turn)
         prompts = tuple(itertools.islice(itertools.cycle(given[texts]), count))
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1)
-        workload = Workload(texts, prompts, params, batch)
+        workload = Workload(texts, prompts, params, turn)
         line: dict[str, Any] = {"schema": SCHEMA, "run": run_id, "time": record.now(), "commit": record.commit()}
         line |= {"machine": record.machine(), "model": record.model_name(args.model), "format": args.format}
         line |= {"draft": " ".join(Path(word).name for word in draft.split()), "draft_format": args.draft_format}
         line |= {"settle": args.settle, "most": args.most, "max_tokens": args.max_tokens, "temperature": temperature}
-        line |= {"batch": batch, "texts": texts, "num_prompts": count}
+        line |= {"batch": batch, "texts": texts, "num_prompts": count, "rounds": ROUNDS}
         line |= measured(bench, ways[draft], workload, args.seconds, args.settle)
         with args.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         good, same = line["goodput"], "" if line["equals_plain"] else "  OTHER TEXT"
-        about = f"{good[0]:.3f} ({good[1]:.3f}-{good[2]:.3f}), accounted {line['accounted']:.3f}"
+        about = f"{good[0]:.3f} ({good[1]:.3f}-{good[2]:.3f})"
         about += f", best fixed {line['over_best_fixed']}{same}"
         print(f"{done:3}/{len(cells)} {draft:24} T {temperature:<4} b {batch:<3} {texts:10} {about}", flush=True)
 
