@@ -59,7 +59,11 @@ def measured_on(found: Record) -> str:
     """The machine, date and commit of a record."""
     machine = found["machine"]
     day = found["time"] if "time" in found else found["date"]
-    parts = [machine["cpu"], f"{machine['cores']} cores", *([machine["isa"]] if machine.get("isa") else [])]
+    parts = [
+        machine["cpu"],
+        f"{machine['cores']} core{'s' * (machine['cores'] != 1)}",
+        *([machine["isa"]] if machine.get("isa") else []),
+    ]
     return f"{', '.join(parts)}; {day[:10]}, commit {found['commit']}"
 
 

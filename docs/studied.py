@@ -15,7 +15,8 @@ def section(name: str) -> str:
     """A study's section: its source, what was found on each target, and which sizes are missing."""
     study, found = _runner.load(name), measured(name)
     parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
-    parts += [shown(name, its) for its in found if its[0]["size"] != "small" or len(found) == 1]
+    timed = any("repetitions" in r for its in found if its[0]["size"] != "small" for r in its)
+    parts += [shown(name, its) for its in found if its[0]["size"] != "small" or not timed]
     known = {its[0]["size"] for its in found}
     missing = [size for size in SAID if size not in known and (size != "small" or not known)]
     if missing:
