@@ -88,10 +88,8 @@ class BenchArgs:
 
     prompts: File = None  # .jsonl, .txt, or a set as gsm8k:DIR; unset: embedded
     num_prompts: Count = None  # take N of them, spread over the file; unset: all
-    drafts: Annotated[tuple[str, ...], axis("--draft")] = (
-        "ngram",
-        "auto",
-    )  # drafters or models; auto: as generate's --draft
+    # drafters or models; auto: as generate's --draft
+    drafts: Annotated[tuple[str, ...], axis("--draft")] = ("ngram", "auto")
     draft_formats: Annotated[tuple[str, ...], axis("--draft-format")] = ("auto",)  # number formats of draft models
     confidences: Annotated[tuple[float, ...], axis("--confidence", "")] = ()  # end drafts below this; unset: never
     ks: Annotated[

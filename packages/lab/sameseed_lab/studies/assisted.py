@@ -158,14 +158,10 @@ def findings(rows: list[Row]) -> list[str]:
         )
     for how in ("greedy", "sampled"):
         solved = matching(rows, {"task": HUMANEVAL, "how": how})
-        each = ", ".join(
-            f"{r['bits']} {r['solved']:.0%} ({r['solved_each'][0]:.0%} to {r['solved_each'][1]:.0%})" for r in solved
-        )
-        said += (
-            [f"{solved[0]['count']} problems of HumanEval, {how}, solved: {each}."]
-            if any(r["solved"] for r in solved)
-            else []
-        )
+        spans = [" ({:.0%} to {:.0%})".format(*r["solved_each"]) if r["solved_each"] else "" for r in solved]
+        each = ", ".join(f"{r['bits']} {r['solved']:.0%}{span}" for r, span in zip(solved, spans))
+        if any(r["solved"] for r in solved):
+            said.append(f"{solved[0]['count']} problems of HumanEval, {how}, solved: {each}.")
     lost = ", ".join(f"{r['bits']} {r['lost']:.3f}" for r in rows if "lost" in r)
     return [*said, f"Perplexity over bf16's: {lost}."] if lost else said
 
