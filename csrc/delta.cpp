@@ -112,10 +112,12 @@ void short_conv(const ShortConv& a) {
     const auto log_row = [&](int64_t b, int64_t p) { return a.log + (a.states[b] * a.log_rows + p % a.log_rows) * a.width; };
     std::vector<int32_t> sequences(static_cast<size_t>(a.rows));  // of each row
     if (a.taps > a.log_rows + 1) out_of_range("tap", a.taps, a.log_rows + 2);
+    if (first_row(0) != 0 || first_row(a.num_seqs) != a.rows) out_of_range("row", first_row(a.num_seqs), a.rows);
     for (int64_t b = 0; b < a.num_seqs; b++) {
         if (a.states[b] < 0 || a.states[b] >= a.slots) out_of_range("state slot", a.states[b], a.slots);
         for (int64_t row = first_row(b); row < first_row(b + 1); row++) {
             check_branch(a.positions, first_row(b), row);
+            if (a.positions[row] < 0) throw std::out_of_range("a position is negative");
             sequences[static_cast<size_t>(row)] = static_cast<int32_t>(b);
         }
     }
@@ -126,11 +128,14 @@ void short_conv(const ShortConv& a) {
             std::fill_n(out, a.width, 0.0f);
             for (int64_t j = 0; j < a.taps; j++) {
                 const int64_t p = start + row - first - a.taps + 1 + j;  // tokens before the sequence count as zeros
-                const float *w = a.weight + j * a.width, *x = a.x + (first + p - start) * a.stride;
-                if (p >= start)
+                const float* w = a.weight + j * a.width;
+                if (p >= start) {
+                    const float* x = a.x + (first + p - start) * a.stride;
                     for (int64_t i = 0; i < a.width; i++) out[i] += w[i] * (x[i] * x[2 * a.width + i]);
-                else if (p >= 0)
-                    for (int64_t i = 0; i < a.width; i++) out[i] += w[i] * log_row(b, p)[i];
+                } else if (p >= 0) {
+                    const float* kept = log_row(b, p);
+                    for (int64_t i = 0; i < a.width; i++) out[i] += w[i] * kept[i];
+                }
             }
             for (int64_t i = 0; i < a.width; i++) out[i] *= a.x[row * a.stride + a.width + i];
         }

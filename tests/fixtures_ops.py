@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from fixtures_kv import kv_oracle
@@ -46,6 +47,14 @@ class Part:
     @property
     def stored(self):
         return self.kv_len + len(self.parents)
+
+
+def state_batch(spans, slots):
+    """A pass over tokens [begin, end) of sequences whose states are in these slots."""
+    at = torch.tensor([p for begin, end in spans for p in range(begin, end)], dtype=torch.int32)
+    offsets = torch.tensor([0, *accumulate(end - begin for begin, end in spans)], dtype=torch.int32)
+    blank, states = torch.zeros(1, dtype=torch.int32), torch.tensor([slots] * 3, dtype=torch.int32)
+    return Batch(at, at, at, offsets, blank, blank, blank[None], None, blank, states=states)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DraftRows:
     """Rounds with drafts for `drafting` sequences of a batch, made in `steps` steps. `found`: the chance of a draft.
 
     `accepted`, `rows`: accepted and drafted tokens over all sequences of the batch. Arrays stand for several rounds,
@@ -170,7 +170,7 @@ class Rows:
     drafting: float
     found: float = 1.0
 
-    def drafted(self, k: int) -> Rows:
+    def drafted(self, k: int) -> DraftRows:
         return self
 
     def proposals(self, batch: float) -> list[tuple[float, float, Any]]:
@@ -184,7 +184,7 @@ class Rows:
 class DraftAcceptance(Protocol):
     """What drafts of any length bring."""
 
-    def drafted(self, k: int) -> Drafted | Rows:
+    def drafted(self, k: int) -> Drafted | DraftRows:
         """The mean round with drafts of at most `k` tokens."""
 
 
@@ -209,7 +209,7 @@ NOTHING = PlaceRates((0.0,))
 class Expected:
     """A round of `batch` sequences and a plain one: tokens of each sequence, and seconds of the parts.
 
-    `k`: the most draft tokens of each. Several rounds (`Rows`) have arrays.
+    `k`: the most draft tokens of each. Several rounds (`DraftRows`) have arrays.
     """
 
     tokens: float

@@ -15,7 +15,7 @@ from operator import mul
 import numpy as np
 
 from sameseed.cost.curve import LEARN, Curve, Floats, Number
-from sameseed.cost.round import RoundCost, Rows, expected
+from sameseed.cost.round import DraftRows, RoundCost, expected
 from sameseed.spec.drafter import Round
 
 FADE = 0.97  # factor on the weight of an observation with each later one
@@ -271,7 +271,7 @@ class EngineCost:
         drafted, context = bool(asking), sum(contexts) / max(1, num_seqs)
         if round_.num_rows == num_seqs + num_nodes and not catching_up:  # a pass without prompts
             cost = replace(self, draft=draft or self.draft).now(num_seqs, num_seqs, measured=False)
-            rows = Rows(0.0, num_nodes / num_seqs, steps, len(asking))
+            rows = DraftRows(0.0, num_nodes / num_seqs, steps, len(asking))
             seconds = expected(cost, rows, int(drafted), num_seqs, context).seconds
             key = (drafted, num_seqs.bit_length())
             known = self.ratios.get(key, 1.0)

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from sameseed.cost.round import PAYS, RoundCost, Rows, expected
+from sameseed.cost.round import PAYS, DraftRows, RoundCost, expected
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)  # upper limits of the draft length that are compared for a batch
 Offers = Seq[tuple[float, float, float]]  # by rank, expected: accepted tokens, rows, drafting steps up to it
@@ -33,7 +33,7 @@ def best_lengths(
     accepted, rows = np.concatenate([part[:, :2].cumsum(0) for part in choices]).T / count
     steps = np.concatenate([np.maximum.accumulate(part[:, 2]) for part in choices])
     found = max(1.0 - math.prod(1.0 - min(row[0][1], 1.0) for row in offers if row), 1e-3)  # probability of a draft
-    drafted = Rows(accepted, rows, steps, len(offers), found)
+    drafted = DraftRows(accepted, rows, steps, len(offers), found)
     rates = np.asarray(expected(cost, drafted, most, count, context).tokens_per_s)
     if rates[last := int(rates.argmax())] <= PAYS * count / plain:
         return [0] * len(offers), count / plain

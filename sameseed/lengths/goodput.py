@@ -20,7 +20,7 @@ from operator import attrgetter, itemgetter
 import numpy as np
 
 from sameseed.cost.curve import Curve
-from sameseed.cost.round import NOTHING, RoundCost, Rows, expected
+from sameseed.cost.round import NOTHING, DraftRows, RoundCost, expected
 from sameseed.cost.running import DraftCost, EngineCost
 from sameseed.lengths._acceptance import Acceptance, DraftNodes, Rates, likelihood
 from sameseed.lengths._budget import SHARE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
@@ -252,7 +252,7 @@ class GoodputLength:
         self._can_try, self._none_to_try = bool(idle), not idle and len(missed) < len(seqs)
         trial = min(TRIAL_TOKENS, self.num_draft_tokens)
         if idle and trial <= left:
-            round_ = expected(cost, Rows(0.0, trial / size, trial, len(seqs)), trial, size, context)
+            round_ = expected(cost, DraftRows(0.0, trial / size, trial, len(seqs)), trial, size, context)
             lost = round_.seconds / self._plain - 1.0
             brought = sum(gain for gain, _, _ in self.acceptance.offers(-1, trial)) / size
             start = min(starts[b] for b in idle) / self._plain

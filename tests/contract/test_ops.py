@@ -6,10 +6,9 @@ from itertools import cycle, product
 import pytest
 import torch
 from fixtures_models import backends
-from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, threads
+from fixtures_ops import Part, alone, empty_layer, exact_attention, flat, make_pass, randn, state_batch, threads
 
 from sameseed import ops, registry, scheme
-from sameseed.batch import Batch
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
 from sameseed.ops import plain_rows
@@ -260,32 +259,17 @@ def test_a_short_convolution(taps, width, backend):
     wanted = scales * sum(w[j].double() * known[:, j : j + 40] for j in range(taps))
     layer, found, ends = StateLayer(torch.empty(0), randn(5, 12, width, seed=2)), torch.empty(2, 40, width), [0, 0]
     for counts, kept in (((1, 7), (1, 4)), ((6, 1), (2, 1)), ((20, 1), (20, 1)), ((17, 34), (17, 34))):
-        spans = [(s, begin, begin + n) for s, (begin, n) in enumerate(zip(ends, counts))]
-        at = torch.tensor([p for _, begin, end in spans for p in range(begin, end)], dtype=torch.int32)
-        offsets = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
-        blank, slots = torch.zeros(1, dtype=torch.int32), torch.tensor([[3, 1]] * 3, dtype=torch.int32)
-        batch = Batch(at, at, at, offsets, blank, blank, blank[None], None, blank, states=slots)
-        done = conv(torch.cat([x[s, begin:end] for s, begin, end in spans]), w, layer, batch)
-        for (s, begin, end), rows in zip(spans, done.split(counts)):
-            found[s, begin:end] = rows
+        spans = [(begin, begin + n) for begin, n in zip(ends, counts)]
+        done = conv(
+            torch.cat([x[s, slice(*span)] for s, span in enumerate(spans)]), w, layer, state_batch(spans, (3, 1))
+        )
+        for s, rows in enumerate(done.split(counts)):
+            found[s, slice(*spans[s])] = rows
         ends = [end + n for end, n in zip(ends, kept)]
     assert ends == [40, 40]
     close(found, wanted, 10.0)
-    whole = torch.arange(40, dtype=torch.int32)
-    batch = Batch(
-        whole,
-        whole,
-        whole,
-        whole[[0, 39]] + torch.tensor([0, 1]),
-        blank,
-        blank,
-        blank[None],
-        None,
-        blank,
-        states=slots[:, :1],
-    )
-    alone = conv(x[0], w, layer, batch)
-    assert torch.equal(alone, found[0])
-    batch.positions[5] = 4
+    alone = state_batch([(0, 40)], (3,))
+    assert torch.equal(conv(x[0], w, layer, alone), found[0])
+    alone.positions[5] = 4
     with pytest.raises((IndexError, ValueError), match="branches"):
-        conv(x[0], w, layer, batch)
+        conv(x[0], w, layer, alone)

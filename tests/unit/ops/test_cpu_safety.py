@@ -12,12 +12,13 @@ import pytest
 import torch
 from fixtures_cpu import ISAS, instructions
 from fixtures_kv import LARGEST, kv_oracle
-from fixtures_ops import Part, empty_layer, make_pass, randn, threads
+from fixtures_ops import Part, empty_layer, make_pass, randn, state_batch, threads
 
 from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError
 from sameseed.ops import _native_rows, cpu, plain_rows
+from sameseed.ops._rows import StateLayer
 from sameseed.scheme import KVLayer, QuantTensor
 
 
@@ -161,6 +162,14 @@ def test_batches_that_contradict_themselves_are_refused():
     ):
         with pytest.raises((IndexError, ValueError)):
             attend(**changes)
+
+
+def test_a_convolution_stays_inside_its_log():
+    layer, good = StateLayer(torch.empty(0), randn(2, 4, 8)), state_batch([(0, 3)], (1,))
+    more = replace(good, row_offsets=torch.tensor([0, 9], dtype=torch.int32))
+    for batch, taps in ((more, 3), (state_batch([(0, 3)], (2,)), 3), (state_batch([(-2, 1)], (1,)), 3), (good, 6)):
+        with pytest.raises(IndexError):
+            cpu.conv(randn(3, 24), randn(taps, 8), layer, batch)
 
 
 def test_tensors_of_another_shape_or_type_are_refused():
