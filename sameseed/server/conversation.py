@@ -19,7 +19,7 @@ WHOLE = BeforeValidator(_whole)
 
 
 class Fields(BaseModel):
-    """Base of request models. Strict: a quoted number is none. Unknown fields are logged; formats forbid them."""
+    """Base of request models. Strict: a quoted number is refused. Unknown fields are logged; formats forbid them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
