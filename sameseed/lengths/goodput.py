@@ -172,7 +172,7 @@ class GoodputLength:
     def _kept(self, ids: tuple[int, ...], held: tuple[tuple[int, ...], int, list[int]]) -> list[int] | None:
         """The decided lengths for these sequences; None if a new decision is due.
 
-        A batch of which most is known waits until a decision is affordable. Until then its new sequences have no drafts.
+        A batch of which most is known waits until a decision is affordable; its new sequences have no drafts till then.
         """
         if held[0] == ids:
             return held[2]

@@ -251,10 +251,8 @@ class Checkpoint(TensorSource):
         """
         expected = dict(shapes or expected_shapes(config))
         taken = self._find_stored(expected)
-        free, views = (
-            expected.keys() - self._files.keys() - self._stored.keys(),
-            family(config.architecture).views(config),
-        )
+        free = expected.keys() - self._files.keys() - self._stored.keys()
+        views = family(config.architecture).views(config)
         self._views = {n: v for n, v in views.items() if n in free and v.tensor in self._files}
         missing = [n for n in expected if n not in self._files and n not in self._stored and n not in self._views]
         packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)

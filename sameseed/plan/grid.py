@@ -89,9 +89,7 @@ class TuneRequest:
         if len({str(p.facts) for p in self.prompts}) < 2:
             raise ConfigError("all prompts are identical; give different ones (--prompts FILE)")
         if not 5 <= self.seconds <= LARGEST:
-            raise ConfigError(
-                f"--seconds {self.seconds:g} is too short, or no number, to measure anything; give 30 or more"
-            )
+            raise ConfigError(f"--seconds {self.seconds:g} cannot load and measure anything; give 30 or more")
         if not 1.0 <= self.quality < 100.0:
             raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
 
