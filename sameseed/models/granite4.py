@@ -23,8 +23,8 @@ class Granite4(Llama):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         kinds, turns = raw.get("layer_types"), raw.get("position_embedding_type")
-        dense = isinstance(kinds, list) and {*kinds} <= {*ATTENTION} and not raw.get("num_local_experts", 8)
-        if not dense:
+        attends = isinstance(kinds, list) and all(kind in ATTENTION for kind in kinds)
+        if not attends or raw.get("num_local_experts", 8):
             raise ModelLoadError(
                 f"{where}: of Granite 4 only dense models load, whose layers are all attention (350M, 1B, micro); "
                 "take one of them"
