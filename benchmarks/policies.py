@@ -8,8 +8,8 @@ packaged ones. `--data` names a folder with humaneval, mt_bench and gsm8k (.json
 three. Answers end at the model's end token. The suffix drafter uses no past requests here, because the same prompts are
 repeated. What goodput learned in one cell is kept for the next one, as in a server.
 
-In a cell, all arms run the same prompts, in a random order for each turn of `ROUNDS` times the batch. So many sequences
-as the batch has run at once, and one that ends makes room for the next, as in a server. Each turn gives a pair of
+In a cell, all arms run the same prompts, in a random order for each turn of `ROUNDS` times the batch. As many sequences
+as the batch says run at once. One that ends makes room for the next, as in a server. Each turn gives a pair of
 measurements with plain decoding. Before a cell, goodput runs alone for `--settle` seconds: a cell stands for a steady
 workload, not for the moment after a change of texts. `--cells N` draws N of the cells. Writes one record per cell, with
 80 % intervals; `make docs` makes the table.

@@ -257,7 +257,7 @@ SHIPPED = {
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
     if draft == "auto" and (draft := shipped(model)[0]) == "none":
-        draft = "suffix"  # costs nothing, and goodput asks for it only where it pays
+        draft = "suffix"  # needs no model, and goodput asks for it where that pays
     return None if draft == "none" else _checked(parse_draft(draft), model)
 
 

@@ -79,7 +79,7 @@ def test_values_arrive():
 
 def test_the_embedded_model_brings_its_draft():
     assert options.draft_choice("auto", "embedded") == SpecConfig("draft_model", "embedded-draft")
-    assert options.draft_choice("auto", "org/name") == SpecConfig("suffix")  # it costs nothing
+    assert options.draft_choice("auto", "org/name") == SpecConfig("suffix")  # which needs no model
     chosen = options.draft_choice("draft_model", "embedded")
     assert isinstance(chosen, SpecConfig) and chosen.model == "embedded-draft"
     assert options.draft_choice("org/name", "embedded") == SpecConfig("draft_model", "org/name")
