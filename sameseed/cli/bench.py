@@ -33,10 +33,9 @@ SHORT = 60.0  # seconds that need no announcement
 def run(parsed: Parsed[BenchArgs]) -> int:
     """Measure, write; exit code 1 if an output differed from plain decoding's."""
     args, engine = parsed.args, parsed.engine
-    check_outputs(plot=args.plot)
+    check_outputs((args.out, "--out"), plot=args.plot)
     for temperature in args.temperatures:
         replace(parsed.params, temperature=temperature)  # checks it before anything is measured
-    out = record.destination(args.out, "bench")
     prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
     grid = _possible(args, engine)
     prompts = fitting(resolve_model(engine.model), engine.settings, prompts, _left_out)
@@ -45,7 +44,7 @@ def run(parsed: Parsed[BenchArgs]) -> int:
         ahead = 0 if found else len(grid)  # the total time is estimated once
         try:
             for records in _measured(parsed, number_format, specs, prompts, run_id, ahead):
-                keep(records, out, args.json)
+                keep(records, args.out, args.json)
                 found += records
                 if not args.json:
                     show_table(report.table(records))
@@ -54,7 +53,7 @@ def run(parsed: Parsed[BenchArgs]) -> int:
         except SameseedError as error:  # what was measured is written; the other formats are still to measure
             failed = True
             note(f"failed: target in {number_format}: {error}", style="red")
-    written = [] if out is None else [f"records appended to {out}"]
+    written = [] if args.out is None else [f"records appended to {args.out}"]
     if args.plot is not None and found:
         written += [f"written: {path}" for path in report.plot_speedups(found, args.plot)]
     for text in [] if args.json else [report.LEGEND, *written]:

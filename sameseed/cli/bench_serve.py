@@ -34,18 +34,15 @@ def run(parsed: Parsed[BenchServeArgs]) -> int:
     """Measure, write; exit code 1 if a request failed, or arms generated different outputs."""
     args = parsed.args
     settings, arms = _settings(args), _arms(args)
-    check_outputs(plot=args.plot)
-    out = record.destination(args.out, "load")
-    made = asyncio.run(_measure(args, arms, settings, out))
+    check_outputs((args.out, "--out"), plot=args.plot)
+    made = asyncio.run(_measure(args, arms, settings))
     if args.plot is not None and made:
         draw(made, args.plot)
     fine = all(not r["errors"] and (r["same_texts"] is None or r["same_texts"][0] == r["same_texts"][1]) for r in made)
     return 0 if fine else 1
 
 
-async def _measure(
-    args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings, out: Path | None
-) -> list[dict[str, Any]]:
+async def _measure(args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings) -> list[dict[str, Any]]:
     """Measure all cells, and show a table after each shape. Returns the records."""
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
@@ -60,7 +57,7 @@ async def _measure(
                 for level in settings.levels:
                     runs = await bench.measure(shape, level, partial(update, advance=1))
                     done = make_records(bench, shape, level, runs, run_id)
-                    keep(done, out, args.json)  # at once, so that a later failure loses nothing
+                    keep(done, args.out, args.json)  # at once, so that a later failure loses nothing
                     found += done
             made += found
             if not args.json:
@@ -68,7 +65,7 @@ async def _measure(
                 for text in show.notes(found):
                     stdout_console().print(text, style="dim", markup=False)
     if not args.json:
-        note(show.LEGEND + (f"; records appended to {out}" if out is not None else ""))
+        note(show.LEGEND + (f"; records appended to {args.out}" if args.out is not None else ""))
     return made
 
 

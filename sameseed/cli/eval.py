@@ -17,7 +17,6 @@ from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.show import Variant
 from sameseed.measure.quality.tasks import EvalSettings
 from sameseed.measure.workload import DEFAULT_PROMPTS, stored
-from sameseed.report import record
 
 # Flags that are fields of EvalSettings by the same name.
 SAME = tuple(f.name for f in fields(EvalSettings) if f.name != "tasks")
@@ -32,9 +31,9 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     if args.name is not None and args.compare:
         raise ConfigError("give the models to --compare, and no other")
     asked = EvalSettings(words(args.tasks), **{name: getattr(args, name) for name in SAME})
-    out = record.destination(args.out, "eval")
+    check_outputs((args.out, "--out"))
     if args.compare:
-        return _compare(args, _comparing(args, engine, asked), out)
+        return _compare(args, _comparing(args, engine, asked))
     if args.plot is not None:
         raise ConfigError("--plot draws comparisons; give the variants with --compare")
     model = args.name or engine.model
@@ -45,10 +44,10 @@ def run(parsed: Parsed[EvalArgs]) -> int:
         quality = tasks.evaluate(llm, asked, tick)
     config = stored(llm.engine.runner.model, llm.config.format, llm.engine.runner.cache.format)
     found = show.make_record(variant, asked, quality, config)
-    keep([found], out, args.json)
+    keep([found], args.out, args.json)
     if not args.json:
         show_table(show.quality(found))
-        _say_where(out, show.notes(found))
+        _say_where(args.out, show.notes(found))
     return 0
 
 
@@ -71,13 +70,13 @@ def _comparing(args: EvalArgs, engine: EngineChoice, asked: EvalSettings) -> Com
     )
 
 
-def _compare(args: EvalArgs, asked: Comparing, out: Path | None) -> int:
-    """Compare variants, append records to `out` (quality at once, then all), and show the result."""
+def _compare(args: EvalArgs, asked: Comparing) -> int:
+    """Compare variants, append records to `--out` (quality at once, then all), and show the result."""
     done = list[dict[str, Any]]()
 
     def keep_quality(variant: Any, quality: Any) -> None:
         done.append(show.make_record(variant, asked.quality, quality, {}))
-        keep(done[-1:], out, as_json=False)  # at once: the next step may be killed
+        keep(done[-1:], args.out, as_json=False)  # at once: the next step may be killed
 
     with stages("evaluating", args.json) as tick:
         try:
@@ -86,7 +85,7 @@ def _compare(args: EvalArgs, asked: Comparing, out: Path | None) -> int:
             keep(done, None, args.json)
             raise
     found = compared.records
-    keep(found, out, args.json)
+    keep(found, args.out, args.json)
     keep((r for r in done if r["config"]["label"] in compared.failed), None, args.json)
     for label, why in compared.failed.items():
         note(f"failed: {label}: {why}", style="bold red")
@@ -97,7 +96,7 @@ def _compare(args: EvalArgs, asked: Comparing, out: Path | None) -> int:
         note(f"WARNING: {warning}", style="bold red")
     pages = [] if args.plot is None else show.plot(found, args.plot)
     if not args.json:
-        _say_where(out, sorted({*lines["notes"]}.union(*map(show.notes, found))))
+        _say_where(args.out, sorted({*lines["notes"]}.union(*map(show.notes, found))))
         for text in (show.LEGEND, *([f"written: {', '.join(map(str, pages))}"] if pages else ())):
             note(text)
     return 1 if compared.failed else 0

@@ -101,7 +101,7 @@ class BenchArgs:
     overlaps: tuple[int, ...] = (0,)  # cores for drafting ahead while the target verifies; 0: none
     formats: Annotated[tuple[str, ...], axis("--format")] = ("auto",)  # number formats of the target's weights
     repeat: int = within(5, 1)  # runs of each setting
-    out: File = None  # append records here; unset: benchmarks/results/, if it exists
+    out: File = None  # append records here
     plot: Picture = None  # draw speed-up by draft length, as PNG and SVG beside it
     json: Switch = False  # records to stdout as JSON lines instead of tables
 
@@ -147,7 +147,7 @@ class BenchServeArgs:
     max_retries: int = 5  # retries after 429 and 503, each after Retry-After
     api_key_file: File = None  # the key, on its first line
     api_key_variable: str = "SAMESEED_API_KEY"  # environment variable with the key, if there is no file
-    out: File = None  # append records here; unset: benchmarks/results/, if it exists
+    out: File = None  # append records here
     plot: File = None  # draw plots against concurrency, as .png and .svg
     json: Switch = False  # records to stdout as JSON lines instead of tables
 
@@ -180,7 +180,7 @@ class EvalArgs:
     num_prompts: int = 12  # --compare: prompts to take, spread over the file
     repeat: int = within(3, 1)  # --compare: runs of each variant
     plot: Picture = None  # --compare: draw the figures, as PNG and SVG
-    out: File = None  # append records here; unset: benchmarks/results/, if it exists
+    out: File = None  # append records here
     json: Switch = False  # records to stdout as JSON lines instead of tables
 
 

@@ -22,7 +22,6 @@ from sameseed.errors import ConfigError
 from sameseed.report.schemas import check
 
 log = logging.getLogger("sameseed")
-RESULTS = Path("benchmarks/results")
 
 
 def now() -> str:
@@ -92,17 +91,6 @@ def require(what: str, extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{what} needs {', '.join(missing)}; install with: pip install '.[{extra}]'")
-
-
-def destination(out: Path | None, name: str) -> Path | None:
-    """The file for a command's records: `out`, else NAME.jsonl in benchmarks/results/ if that folder exists, else None.
-
-    The file is checked with `prepare`.
-    """
-    out = out or (RESULTS / f"{name}.jsonl" if RESULTS.is_dir() else None)
-    if out is not None:
-        prepare(out)
-    return out
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ FIXED = ("--policy", "fixed")  # a policy that measures time may draft nothing
 @pytest.fixture
 def cli(pair_folders, capsys, tmp_path, monkeypatch):
     """Runs a command in this process on the tiny pair; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)  # `bench` writes to benchmarks/results if it exists
+    monkeypatch.chdir(tmp_path)
 
     def run(*argv, model=pair_folders[0]):
         chosen = ["--model", str(model)] if model is not None else []

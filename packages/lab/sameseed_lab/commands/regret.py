@@ -29,23 +29,22 @@ class RegretArgs(TuneArgs):
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, show; exit code 1 if an output differed from plain decoding's."""
     args = parse(RegretArgs, argv, prog).args
-    from sameseed.cli.console import keep, stages
+    from sameseed.cli.console import check_outputs, keep, stages
     from sameseed.cli.tune import load, requested, show
     from sameseed.plan.tune import as_tuned, tune
-    from sameseed.report import record
     from sameseed_lab.regret import regret
 
+    check_outputs((args.records, "--records"))
     asked = requested(args)
     if asked.objective in ("ttft", "memory") or len(asked.prompts) < 4:
         raise ConfigError("regret is of speed, on half of the prompts: give at least four, and another --objective")
     # Every other prompt: files list their domains one after the other.
     asked = replace(asked, prompts=asked.prompts[::2], held_out=asked.prompts[1::2])
-    records = record.destination(args.records, "tune")
     with stages(f"tuning {args.model}", args.json) as tell:
         outcome = tune(asked, load, tell)
         found = regret(outcome, tell)
     line = found.as_record(asked, outcome.seconds)
-    keep([line], records, False)
+    keep([line], args.records, False)
     if args.json:
         print(json.dumps(line))
     else:
