@@ -1,9 +1,11 @@
-"""The errors that sameseed raises on purpose. Each message names the remedy."""
+"""The errors that sameseed raises on purpose, and notices. Each message names the remedy."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
+from functools import cache
 
 
 class SameseedError(ValueError):
@@ -41,6 +43,12 @@ class NoSuchNameError(SameseedError, AttributeError):
 
 class RegistryError(SameseedError):
     """A name that a registry does not have; the text names the nearest entry."""
+
+
+@cache
+def say_once(text: str) -> None:
+    """Log a notice to the user, only the first time."""
+    logging.getLogger("sameseed").warning(text)
 
 
 def reason(error: BaseException) -> str:

@@ -6,16 +6,14 @@ A GGUF file's are in its keys: see `models.gguf.config`.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 
-log = logging.getLogger("sameseed")
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 TEMPLATES = "additional_chat_templates"  # a folder of further templates, by name
@@ -118,7 +116,7 @@ def end_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, list[str]]:
         for token in known:
             found.setdefault(token, []).append(source)
         if left_out := [token for token in given if token not in known]:
-            log.warning("%s: left out the end tokens %s of %s, beyond the model's %s", folder, left_out, source, size)
+            say_once(f"{folder}: left out the end tokens {left_out} of {source}, beyond the model's {size}")
     files = TokenizerFiles(folder)
     if "eos_token" in files.names:
         name, source = files.names["eos_token"]
@@ -126,7 +124,7 @@ def end_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, list[str]]:
         if own is not None:
             found.setdefault(own, []).append(source)
         elif (folder / TOKENIZER).exists():
-            log.warning("%s: left out the end token %r of %s, which the tokenizer lacks", folder, name, source)
+            say_once(f"{folder}: left out the end token {name!r} of {source}, which the tokenizer lacks")
     return found
 
 

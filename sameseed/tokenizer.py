@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence as Seq
@@ -17,10 +16,9 @@ from tokenizers import AddedToken, Tokenizer as HFTokenizer
 
 from sameseed import habits
 from sameseed.chat_template import ChatTemplate
-from sameseed.errors import ModelLoadError, RequestError, VocabularyError
+from sameseed.errors import ModelLoadError, RequestError, VocabularyError, say_once
 from sameseed.special import TokenizerFiles, named_templates
 
-log = logging.getLogger("sameseed")
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 LONGEST_CHARACTER = 4  # most UTF-8 bytes of a character, so also most tokens: a token with text has a byte or more
 CONTEXT = 16  # most tokens kept as decoding context: keeping some is cheaper than decoding a new context for each token
@@ -356,7 +354,7 @@ def _add_tokens(backend: HFTokenizer, files: TokenizerFiles) -> None:
         if text in known:
             continue
         if backend.token_to_id(text) is None and token != backend.get_vocab_size(with_added_tokens=True):
-            log.warning("%s: left out the added token %r, for which the id %d is not free", files.folder, text, token)
+            say_once(f"{files.folder}: left out the added token {text!r}, for which the id {token} is not free")
             continue
         how = {name: bool(flags[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in flags}
         special = bool(flags.get("special", False)) or text in files.special

@@ -10,6 +10,7 @@ An error that the user can fix is one line on stderr and exit code 2. Ctrl-C giv
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -107,7 +108,8 @@ def main(argv: Seq[str] | None = None) -> int:
     except OSError as error:  # usually a full disk
         _drop_output()
         where = f" {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        remedy = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"error: {error.strerror or error}{where}{remedy}", file=sys.stderr)
         return EXIT_USAGE
     finally:
         if terminates:

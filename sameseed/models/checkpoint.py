@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
-from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded, say_once
+from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, Entry, SafetensorsFile
 from sameseed.models.weights import Shapes, TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get

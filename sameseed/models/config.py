@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.errors import ConfigError, ModelLoadError, say_once
 
 if TYPE_CHECKING:
     from sameseed.models.decoder import Decoder
@@ -449,7 +449,7 @@ def _token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
     known = tuple(v for v in given if not isinstance(v, bool) and 0 <= v < vocab_size)
     if len(known) < len(given):
         left_out = [v for v in given if v not in known]
-        log.warning("%s: left out %s, beyond the model's %d tokens", name, left_out, vocab_size)
+        say_once(f"{name}: left out {left_out}, beyond the model's {vocab_size} tokens")
     return known
 
 

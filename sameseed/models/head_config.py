@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
+from sameseed.errors import ConfigError, ModelLoadError, VocabularyError, say_once
 from sameseed.models.config import ModelConfig, layer_shapes, parse_config, read_json, whole_number
 
 # Architecture -> kind of head.
@@ -180,8 +180,6 @@ def check_rotation(head: Path, target: Path) -> None:
             f"{remedy}"
         )
     if own is None and wanted is not None:
-        from sameseed.models.layouts.base import say_once  # late: it loads torch, which vLLM's CLI avoids
-
         say_once(
             f"{target} was rotated, so a head for the model before it drafts badly: turn it (sameseed quantize "
             f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"

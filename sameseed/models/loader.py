@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sameseed import hub, registry
-from sameseed.errors import ModelLoadError, nearest
+from sameseed.errors import ModelLoadError, nearest, say_once
 from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, MTP_BESIDE, ModelConfig, family, parse_config, read_json
@@ -17,7 +17,6 @@ from sameseed.models.gguf import config as gguf
 from sameseed.models.gguf.header import MAGIC, GGUFFile
 from sameseed.models.gguf.source import GGUFCheckpoint
 from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
-from sameseed.models.layouts.base import say_once
 from sameseed.models.weights import Progress, TensorSource, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 from sameseed.formats._memory import Arena
 from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights, rotary_columns, rotary_order
-from sameseed.models.layouts.base import round_scheme, say_once
+from sameseed.models.layouts.base import round_scheme
 from sameseed.ops import TILE, Ops, limit_threads, num_threads
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
 

@@ -16,7 +16,6 @@ fall back to the reference. A backend declares `row_invariant`, `LINEAR_FORMATS`
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence as Seq
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 from sameseed.ops import reference
 from sameseed.ops._launches import num_launches as num_launches
 from sameseed.ops._rows import (
@@ -44,14 +43,6 @@ from sameseed.ops._rows import (
     plain_rows as plain_rows,
 )
 from sameseed.scheme import KVLayer, QuantScheme, QuantTensor
-
-log = logging.getLogger("sameseed.ops")
-
-
-@cache
-def _say_once(text: str) -> None:
-    log.warning(text)
-
 
 SUMS = 2e-6  # rounding error of float32 sums in another order, relative to the magnitude of what is summed
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # of a pass: logits, hidden states, chosen tokens
@@ -108,7 +99,7 @@ class Ops:
     def _pick(self, op: str) -> Callable[..., Tensor]:
         chosen = getattr(self.backend, op, None)
         if chosen is None:
-            _say_once(f"backend {self.name!r} has no {op}; using the reference (slow; see `sameseed info`)")
+            say_once(f"backend {self.name!r} has no {op}; using the reference (slow; see `sameseed info`)")
             chosen = getattr(reference, op)
         picked: Callable[..., Tensor] = chosen
         return picked
@@ -215,7 +206,7 @@ class Ops:
             if self._looks_ahead and isinstance(of, QuantTensor) and of.order is None and self._serves(of):
                 return self._product(rows, w, bias, residual, then)
             return self._product(rows, w, bias, residual)
-        _say_once(
+        say_once(
             f"no {self.name!r} kernel for weights in {w.format!r} (group {w.group}); using the reference "
             "(slow; see `sameseed info`)"
         )
@@ -234,7 +225,7 @@ class Ops:
     def _kv(self, op: str, layer: KVLayer) -> Callable[..., Tensor]:
         if layer.format in self.backend.KV_FORMATS:
             return self._pick(op)
-        _say_once(f"no {self.name!r} kernel for a KV cache in {layer.format!r}; using the reference (slow)")
+        say_once(f"no {self.name!r} kernel for a KV cache in {layer.format!r}; using the reference (slow)")
         picked: Callable[..., Tensor] = getattr(reference, op)
         return picked
 
@@ -303,7 +294,7 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
     reason = module.unavailable(device) if runs_on == {kind} == {"cuda"} else module.unavailable()
     if asked is None:
         if reason is not None:
-            _say_once(f"the {_FASTEST[kind]} backend cannot run ({reason}); using the reference, which is slow")
+            say_once(f"the {_FASTEST[kind]} backend cannot run ({reason}); using the reference, which is slow")
         return Ops(module if reason is None else reference)
     if reason is not None:
         raise ConfigError(f"backend {name!r} cannot run here: {reason}")

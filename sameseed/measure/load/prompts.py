@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 from sameseed.measure.load.wire import Endpoint
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import ASSETS, read_prompts
-from sameseed.models.layouts.base import say_once
 
 if TYPE_CHECKING:
     import httpx

@@ -21,9 +21,8 @@ from tokenizers import (
     processors,
 )
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layouts.base import say_once
 from sameseed.tokenizer import Tokenizer
 
 # How a text is split before merging: expressions, each applied to the pieces of the previous one.

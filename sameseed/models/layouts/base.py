@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.errors import ConfigError, ModelLoadError, say_once
 from sameseed.models.config import whole_number
 from sameseed.scheme import CHANNEL, GROUPS, KQUANTS, QuantScheme, QuantTensor, get
 
-log = logging.getLogger("sameseed.models")
 FLOATS = ("F32", "BF16", "F16")
 # Name endings of static scales of the KV cache, which are not read: our scales are per row.
 CACHE = tuple(f".{x}_{part}" for x in ("k", "v", "q", "kv") for part in ("scale", "zero_point"))
@@ -25,12 +22,6 @@ LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "mxfp4": 6.0, "nf4": 1.0}  # 
 LARGEST |= dict.fromkeys(KQUANTS, 2.0**14)  # steps of up to 128, and as much again for the minima
 ROWS = 1024  # rows that are processed together, so that temporary copies are small
 ROUNDED = "int8", 32  # format and group for matrices that no kernel supports: errors of about 0.5 % of the weights
-
-
-@cache
-def say_once(text: str) -> None:
-    """Log a notice to the user, only the first time."""
-    log.warning(text)
 
 
 @dataclass(frozen=True)

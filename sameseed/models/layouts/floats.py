@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.formats import _fp8
 from sameseed.formats.mxfp4 import TABLE
 from sameseed.models.config import whole_number
@@ -27,7 +27,6 @@ from sameseed.models.layouts.base import (
     listed,
     nibbles,
     round_scheme,
-    say_once,
     two_sizes,
 )
 from sameseed.models.layouts.patterns import covers

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.config import whole_number
 from sameseed.models.layouts.base import (
     FLOATS,
@@ -28,7 +28,6 @@ from sameseed.models.layouts.base import (
     group_size,
     keep,
     nibbles,
-    say_once,
     stored,
     unpacked,
 )

@@ -16,12 +16,11 @@ from fixtures_models import LLAMA3_ROPE, VARIANTS, all_logits, backends, load, p
 from sameseed import ops
 from sameseed.config import EngineConfig
 from sameseed.engine.memory import block_bytes, demand
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.config import GGUF_ARCHITECTURES, LONGROPE, parse_config
 from sameseed.models.gguf.header import COMMON, GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
-from sameseed.models.layouts import base
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.phi3 import IN_GGUF
 from sameseed.models.weights import read_weights, weight_bytes
@@ -33,7 +32,7 @@ RAW = {**VARIANTS["llama2"].raw, **WIDE, "num_key_value_heads": 2}
 
 @pytest.fixture(autouse=True)
 def _say_again():
-    base.say_once.cache_clear()
+    say_once.cache_clear()
 
 
 def refused(path, *words):

@@ -27,10 +27,10 @@ from fixtures_layouts import (
 )
 from fixtures_models import all_logits, backends, load, prompt, read_tensors, write_config, write_tensors
 
-from sameseed.errors import ModelLoadError
+from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
-from sameseed.models.layouts import METHODS, base
+from sameseed.models.layouts import METHODS
 from sameseed.models.layouts.patterns import covers, expression, fits
 from sameseed.scheme import get
 
@@ -121,7 +121,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def _say_again():
-    base.say_once.cache_clear()
+    say_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -22,11 +22,10 @@ from fixtures_models import (
 from safetensors.torch import load_file, save_file
 
 from sameseed import ops
-from sameseed.errors import ConfigError, ModelLoadError, SameseedError
+from sameseed.errors import ConfigError, ModelLoadError, SameseedError, say_once
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import own_draft, parse_config
-from sameseed.models.layouts.base import say_once
 from sameseed.models.loader import read_config, resolve_model, target_scheme
 from sameseed.models.safetensors_file import SafetensorsFile
 from sameseed.models.weights import read_weights, weight_bytes
