@@ -18,10 +18,11 @@ from tyro.conf import arg
 from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
 from sameseed.fields import check_ranges, within
-from sameseed.server.reasoning import PARSERS
+from sameseed.server.reasoning import NO_PARSER, PARSERS
 
 log = logging.getLogger("sameseed.server")
 KEY_VARIABLE = "SAMESEED_API_KEY"
+ReasoningParser = Literal["deepseek_r1", "qwen3", "seed_oss", "openai_gptoss", "gemma4", "mistral", "none"]
 _SHORTEST_KEY = 8
 
 
@@ -36,8 +37,8 @@ class ServerFlags:
     ssl_keyfile: Annotated[Path | None, arg(metavar="FILE")] = None  # its key; unset: in the same file
     # web origins that may call from a browser; '*': any
     cors: Annotated[tuple[str, ...], arg(metavar="ORIGIN", help_behavior_hint="")] = ()
-    # how a thinking model marks its reasoning; unset: as its chat template says
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "seed_oss", "openai_gptoss", "gemma4"] | None = None
+    # how a thinking model marks its reasoning; unset: as its chat template says; none: reasoning stays in the text
+    reasoning_parser: ReasoningParser | None = None
     # most draft tokens per round that a request may ask for
     max_draft_tokens: Annotated[int, arg(metavar="N")] = within(MAX_DRAFT_TOKENS, 0, MAX_DRAFT_TOKENS)
     max_queue: int = within(256, 0)  # sequences that may wait; further requests are refused with 429
@@ -58,8 +59,8 @@ class ServerConfig(ServerFlags):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.reasoning_parser not in (None, *PARSERS):
-            raise ConfigError(f"reasoning_parser must be one of {', '.join(PARSERS)}")
+        if self.reasoning_parser not in (None, NO_PARSER, *PARSERS):
+            raise ConfigError(f"reasoning_parser must be one of {', '.join((*PARSERS, NO_PARSER))}")
         self.tls()
         if not self.loopback and not self.keys:
             raise ConfigError(

@@ -20,8 +20,20 @@ PARSERS = {
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
     "openai_gptoss": Marks("<|channel|>analysis<|message|>", "<|end|>"),
     "gemma4": Marks("<|channel>thought", "<channel|>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
 }
-OF_CALLS = {"openai": "openai_gptoss", "gemma4": "gemma4"}  # the parser that goes with a format of calls, if one does
+NO_PARSER = "none"  # the setting that leaves reasoning in the text
+_OF_CALLS = {"openai": "openai_gptoss", "gemma4": "gemma4"}  # the parser that goes with a format of calls, if one does
+_OF_TEMPLATES = ("qwen3", "seed_oss", "mistral")  # parsers whose marks a chat template shows
+
+
+def marks_for(template: str | None, calls: str | None, parser: str | None = None) -> Marks | None:
+    """The marks of a model's reasoning; None: it has none, or its reasoning stays in the text.
+
+    `calls`: the template's format of tool calls; `parser`: a key of PARSERS, NO_PARSER, or None: as the template says.
+    """
+    shown = (name for name in _OF_TEMPLATES if any(mark in (template or "") for mark in PARSERS[name][:2]))
+    return PARSERS.get(_OF_CALLS.get(calls or "") or parser or next(shown, NO_PARSER))
 
 
 class Thoughts:
@@ -32,7 +44,8 @@ class Thoughts:
         end = marks.close if prompt_end is None else prompt_end.rstrip()
         self._open, self._close = marks.open, marks.close
         self._inside = end.endswith(marks.open) or (marks.always and not end.endswith(marks.close))
-        self._started = self._bare = False  # was the opening mark looked for? only space since the last mark?
+        self._started = prompt_end is None  # was the opening mark looked for?
+        self._bare = False  # only space since the last mark?
         self._buffer = ""
         self._size = 0
         self.end: int | None = None if self._inside else 0  # where the reasoning ends in the whole text, once known

@@ -35,7 +35,7 @@ from sameseed.server.protocol import (
     TokenizeChatFields,
     TokenizeFields,
 )
-from sameseed.server.reasoning import OF_CALLS, PARSERS, Thoughts
+from sameseed.server.reasoning import Thoughts, marks_for
 from sameseed.server.replies import CompletionReply, Reply
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FENCES, FORMATS, Parser
@@ -161,7 +161,8 @@ class Service:
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
         parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
-        reasoning = PARSERS.get(OF_CALLS.get(text.calls or "", self.config.reasoning_parser or ""))
+        template = text.tokenizer.template_for(tools=True)
+        reasoning = marks_for(template, text.calls, self.config.reasoning_parser)
         marks = {*(reasoning or ())[:2], *(FORMATS[text.calls].marks if parser and text.calls else ())}
         if isinstance(content, Render) and marks & text.hidden:
             fields.skip_special_tokens = False

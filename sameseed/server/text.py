@@ -11,7 +11,7 @@ from sameseed.request import check_token_ids
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
 from sameseed.server.frames import Render
-from sameseed.server.reasoning import OF_CALLS, PARSERS
+from sameseed.server.reasoning import marks_for
 from sameseed.server.tools import FORMATS, QUOTE, parser_for
 from sameseed.tokenizer import Tokenizer
 
@@ -146,8 +146,9 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -
     """The bytes of each token of a model, for grammars."""
     from sameseed.grammar import Vocabulary
 
-    calls = parser_for(tokenizer.template_for(tools=True)) or ""
-    form, thoughts = FORMATS.get(calls), PARSERS.get(OF_CALLS.get(calls, ""), ("", ""))
+    template = tokenizer.template_for(tools=True)
+    calls = parser_for(template) or ""
+    form, thoughts = FORMATS.get(calls), marks_for(template, calls) or ("", "")
     text = "".join((form.begin, form.separator, form.end, QUOTE, *thoughts[:2])) if form else ""
     marks = {
         token for token in tokenizer.special_ids if token < vocab_size and (tokenizer.token(token) or "\0") in text

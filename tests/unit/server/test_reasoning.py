@@ -15,7 +15,7 @@ from sameseed.server.config import ServerConfig
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece
 from sameseed.server.protocol import ChatFields, ResponseFields, read
-from sameseed.server.reasoning import PARSERS, Thoughts
+from sameseed.server.reasoning import PARSERS, Thoughts, marks_for
 from sameseed.server.service import Service
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, Parser
@@ -34,6 +34,9 @@ TEMPLATE = "{{ messages[0].content }}{% if enable_thinking is false %}<think></t
         ("qwen3", "<think>\n", "ab</think>c</think>", ("ab", "c</think>")),
         ("qwen3", "<think>\n\n</think>\n\n", "ab", ("", "ab")),
         ("qwen3", "<think>", "ab</thi", ("ab</thi", "")),
+        ("qwen3", "assistant:", "a\n</think>\nb", ("", "a\n</think>\nb")),
+        ("qwen3", None, "<think>a</think>", ("", "<think>a</think>")),
+        ("mistral", "[/INST]", "[THINK]ab[/THINK]c", ("ab", "c")),
         ("deepseek_r1", "assistant:", "ab</think>c", ("ab", "c")),
         ("deepseek_r1", "assistant:", "<think>ab</think>c", ("ab", "c")),
         ("deepseek_r1", "</think>", "ab", ("", "ab")),
@@ -76,30 +79,43 @@ def test_harmony_gives_out_calls():
 
 
 HARMONY = "{% if tools %}x{% endif %}<|start|>assistant{# <|channel|>analysis<|message|> <|call|> #}"
-THOUGHT, TURN = "<|channel>thought\n", "<|turn>model\n"
+TOOLS, THOUGHT = "{% if tools %}x{% endif %}", "<|channel>thought\n"
+CALLED = '<tool_call>{"name": "get", "arguments": '
 
 
 @pytest.mark.parametrize(
-    ("calls", "template", "end", "texts"),
+    ("calls", "template", "thought", "texts"),
     [
         (
             "openai",
             HARMONY,
-            GPT,
+            "why",
             [ANALYSIS, "why<|end|>", f"{GPT} to=functions.get<|channel|>commentary<|message|>", '{"a":1}<|call|>'],
         ),
         (
             "gemma4",
-            "{% if tools %}x{% endif %}<|turn>model\n{# <|tool_call> #}",
-            TURN,
+            TOOLS + "<|turn>model\n{# <|tool_call> #}",
+            "why",
             [THOUGHT, "why<channel|>", "<|tool_call>call:get", "{a:1}<tool_call|>"],
+        ),
+        (
+            "hermes",
+            TOOLS + "{# <tool_call> </think> #}assistant\n<think>\n",
+            CALLED + "{}}</tool_call>?",  # only considered
+            [CALLED, "{}}</tool_call>?</think>\n\n", CALLED, '{"a":1}}</tool_call>'],
+        ),
+        (
+            "mistral",
+            TOOLS + "{# [TOOL_CALLS] [/THINK] #}[/INST]",
+            "why",
+            ["[THINK]", "why[/THINK]", "[TOOL_CALLS]get[ARGS]", '{"a":1}'],
         ),
     ],
 )
-async def test_a_server_reads_marks_by_its_template(pair, calls, template, end, texts):
+async def test_a_server_reads_marks_by_its_template(pair, calls, template, thought, texts):
     """Reasoning and calls between marks that are special tokens, without any setting."""
     backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
-    backend.add_special_tokens(["<|end|>", "<channel|>", "<|tool_call>"])
+    backend.add_special_tokens(["<|end|>", "<channel|>", "<|tool_call>", "</think>", "[THINK]"])
     config = json.dumps({"chat_template": template, "eos_token": "<|end|>"})
     codec = TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, 304, 256)
     assert codec.calls == calls and is_harmony(template) == (calls == "openai")
@@ -118,12 +134,28 @@ async def test_a_server_reads_marks_by_its_template(pair, calls, template, end, 
         reply.take(piece)
         events += reply.events(piece)
     choice = reply.body()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == "why"
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning"] == thought
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a":1}'}
     assert reply.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
     deltas = [json.loads(e.partition(b"data: ")[2])["choices"][0]["delta"] for e in events]
-    assert [d["reasoning"] for d in deltas if "reasoning" in d] == ["why"]
+    assert "".join(d["reasoning"] for d in deltas if "reasoning" in d) == thought
     assert [d["tool_calls"][0]["function"]["name"] for d in deltas if "tool_calls" in d] == ["get"]
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "setting", "parser"),
+    [
+        ("{{ text.split('</think>')[-1] }}", "hermes", None, "qwen3"),
+        ("assistant\n<think>", None, "deepseek_r1", "deepseek_r1"),
+        ("assistant\n<think>", None, "none", None),
+        ("assistant\n<seed:think>", "qwen3_coder", None, "seed_oss"),
+        ("assistant\n<think>", "gemma4", "none", "gemma4"),
+        ("I think", None, None, None),
+        (None, None, "qwen3", "qwen3"),
+    ],
+)
+def test_marks_are_those_of_the_setting_or_the_template(template, calls, setting, parser):
+    assert marks_for(template, calls, setting) == (parser and PARSERS[parser])
 
 
 @pytest.fixture(scope="module")
