@@ -109,19 +109,19 @@ def labelled(repository: str, label: str = "") -> Path:
     """
     every = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
     models = [f for f in every if not Path(f).name.startswith("mtp-")]
-    files = [f for f in models if not PART.search(f[:-5])] or models
     part = re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
-    match = [f for f in files if part.search(f[:-5])] if label else files
+    match = [f for f in models if part.search(f[:-5])] if label else models
+    match = [f for f in match if not PART.search(f[:-5])] or match
     if len(match) == 1 and not PART.search(match[0][:-5]):
         drafts = [f for f in every if str(Path(f)).startswith(str(Path(match[0]).with_name("mtp-")))]
         for draft in sorted(drafts, key=lambda f: (not part.search(f[:-5]), f))[:1]:
             fetch(repository, draft)
         return fetch(repository, match[0])
-    if not files:
-        raise ModelLoadError(f"{repository} holds neither config.json nor GGUF files; give another repository")
+    if not models:
+        raise ModelLoadError(f"{repository} holds neither *.safetensors nor GGUF files; give another repository")
     if match and PART.search(match[0][:-5]):
         raise ModelLoadError(f"{match[0]} of {repository} is split in parts; merge them with llama-gguf-split --merge")
-    shown = ", ".join(f"{repository}/{f}" for f in (match or files)[:6])
+    shown = ", ".join(f"{repository}/{f}" for f in (match or models)[:6])
     found = f"has {len(match)} GGUF files" if match else "has no GGUF file"
     wanted = f" with {label!r} in the name" if label else ""
     raise ModelLoadError(f"{repository} {found}{wanted}; name one of its files: {shown}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from sameseed.errors import ModelLoadError, say_once
 
-CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+CONFIG, TOKENIZER, GENERATION = "tokenizer_config.json", "tokenizer.json", "generation_config.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 TEMPLATES = "additional_chat_templates"  # a folder of further templates, by name
 EXTRA = ("extra_special_tokens", "additional_special_tokens")  # special tokens without a role
@@ -105,9 +105,8 @@ def end_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     text, size = config.get("text_config"), config.get("vocab_size")
     size = size if type(size) is int else sys.maxsize
-    generation = "generation_config.json"
     for source, value in (
-        (generation, read_object(folder / generation).get("eos_token_id")),
+        (GENERATION, read_object(folder / GENERATION).get("eos_token_id")),
         ("config.json", config.get("eos_token_id")),
         ("config.json: text_config", text.get("eos_token_id") if isinstance(text, dict) else None),
     ):

@@ -55,7 +55,8 @@ def as_type(weight, kind):
 def write_gguf(path, raw, tensors, kinds=lambda name: "F32", arch="llama", keys=None, blobs=None, tokenizer=None):
     """Write a model with config.json `raw` as a GGUF file.
 
-    `kinds`: types of matrices; `keys`: more keys of the architecture; `blobs`: bytes of some matrices, with their type.
+    `kinds`: types of matrices; `keys`: more keys of the architecture, or None for one that is left out; `blobs`: bytes
+    of some matrices, with their type.
     """
     writer = gguf.GGUFWriter(path, arch)
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
@@ -73,6 +74,8 @@ def write_gguf(path, raw, tensors, kinds=lambda name: "F32", arch="llama", keys=
         "attention.layer_norm_rms_epsilon": raw["rms_norm_eps"],
     }
     for key, value in {**usual, **(keys or {})}.items():
+        if value is None:
+            continue
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
         elif isinstance(value, list):

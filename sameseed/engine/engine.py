@@ -88,8 +88,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it cannot be served."""
-        self.check(request.prompt_token_ids, request.params)
-        seq = Sequence(self._num_added, request.prompt_token_ids, request.params, request.seed, request.tenant)
+        params = request.params
+        self.check(request.prompt_token_ids, params)
+        if suppressed := self.runner.model.config.suppress_tokens:
+            params = replace(params, banned_token_ids=(*params.banned_token_ids, *suppressed))
+        seq = Sequence(self._num_added, request.prompt_token_ids, params, request.seed, request.tenant)
         seq.speculation, seq.grammar = request.speculation, request.grammar
         seq.priority, seq.owner = request.priority, request.owner
         seq.max_delay = self._prompt_cost.limit if request.streamed else math.inf
@@ -98,7 +101,6 @@ class Engine:
             seq.script = request.prompt_token_ids
             del seq.token_ids[1:]
         self._num_added += 1
-        params = request.params
         output = OutputText(self.tokenizer, params.stop, params.skip_special_tokens, request.prompt_token_ids)
         self._live[seq.seq_id] = Running(request, seq, output, self._eos, time.perf_counter())
         self.scheduler.add(seq)

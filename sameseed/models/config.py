@@ -107,7 +107,14 @@ ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"embedded": "target", "smollm2-head": "smollm2"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
-OUTER = ("architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+OUTER = (
+    "architectures",
+    "quantization_config",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+    "suppress_tokens",
+)
 GGUF = ".gguf"  # suffix of a model that is one file
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
 PARALLEL = ("pard", "pard2")  # spd_type of models that draft several tokens in one pass
@@ -169,6 +176,7 @@ class ModelConfig:
     bos_token_id: int | None
     mask_token: int | None = None
     num_parallel: int = 0
+    suppress_tokens: tuple[int, ...] = ()  # tokens that the checkpoint says are never written
     norm_shift: float = 0.0  # added to norm weights as stored; 1 in checkpoints that store w of a norm's 1 + w
     still_layers: frozenset[int] = frozenset()  # layers that do not rotate their heads
     embedding_factor: float = 1.0
@@ -327,6 +335,7 @@ def base_config(
         windows=_windows(raw, layers, architecture, where),
         eos_token_ids=_token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id", vocab_size)), None),
+        suppress_tokens=_token_ids(raw.get("suppress_tokens") or [], f"{where}: suppress_tokens", vocab_size),
         mask_token=_mask_token(raw, where, vocab_size),
         num_parallel=whole("para_num", 0, least=0),
     )
@@ -479,8 +488,8 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
         raise ModelLoadError(f"{where}: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
     original = positive_number(scaling, "original_max_position_embeddings", max_len, where)
     factor = positive_number(scaling, "factor", max(max_len / original, 1.0) if kind == "yarn" else 1.0, where)
-    # Of yarn: the growth for `mscale`, relative to that for `mscale_all_dim`; as in transformers, one alone is ignored.
-    both = scaling if all(n in scaling for n in MSCALES) else {}
+    # Of yarn: the growth for `mscale`, relative to that for `mscale_all_dim`; as in transformers, only where both are.
+    both = scaling if all(scaling.get(n) for n in MSCALES) else {}
     growth = [0.1 * positive_number(both, n, 1.0, where) * math.log(max(factor, 1.0)) + 1.0 for n in MSCALES]
     magnitude = growth[0] / (growth[1] if both else 1.0) if kind == "yarn" else 1.0
     made = RopeConfig(

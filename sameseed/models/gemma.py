@@ -149,7 +149,7 @@ class Gemma(Decoder):
         "post_feedforward_layernorm_2": "post_ffw_norm_2",
     }
     gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "sliding_window": ("attention.sliding_window",),
+        "sliding_window": ("attention.sliding_window", 0),
         "rope_local_base_freq": ("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": ("final_logit_softcapping", 0.0),
     }
@@ -205,7 +205,17 @@ class Gemma(Decoder):
         if not raw["architectures"][0].startswith("Gemma4"):
             # No key says so: the largest model, of 62 layers, scales by another size.
             scalar = raw["hidden_size"] // raw["num_attention_heads"] if layers == 62 else raw["head_dim"]
-            return {**common, "norms_stored_whole": True, "query_pre_attn_scalar": scalar}
+            base = file.number(
+                "rope.freq_base", file.number("rope.global.freq_base", 1_000_000.0)
+            )  # older: as Ollama's
+            if not common["sliding_window"]:
+                common |= {"layer_types": [FULL] * layers, "sliding_window": 1}
+            return {
+                **common,
+                "norms_stored_whole": True,
+                "query_pre_attn_scalar": scalar,
+                "rope_parameters": {**raw["rope_parameters"], "rope_theta": base},
+            }
         pattern = "attention.sliding_window_pattern"
         keys = (pattern, "attention.head_count_kv", "feed_forward_length")  # the last two only where layers differ
         local, kv_heads, inner = (found if len(found := file.by_layer(key)) == layers else [] for key in keys)

@@ -60,7 +60,8 @@ class Llama(Decoder):
         if raw["architectures"][0] == "GraniteForCausalLM":
             more |= {name: file.number(key) for key, name in GRANITE.items()}
         if raw["architectures"][0] == "Ministral3ForCausalLM":
-            scales = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+            scales = {"mscale": 1.0, "mscale_all_dim": file.number("rope.scaling.yarn_log_multiplier", 0.0)}
+            scales["llama_4_scaling_beta"] = file.number("attention.temperature_scale", 0.0)
             more["rope_parameters"] = raw["rope_parameters"] | scales
         return more
 

@@ -20,7 +20,7 @@ from sameseed.models.gguf.tokenizer import read_gguf_tokenizer
 from sameseed.models.weights import Progress, TensorSource, read_weights, rounds
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, get
-from sameseed.special import end_tokens, special_tokens
+from sameseed.special import GENERATION, end_tokens, read_object, special_tokens
 from sameseed.tokenizer import Tokenizer
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -31,7 +31,7 @@ HUB_IGNORED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 def resolve_model(name: str) -> Path:
     """Folder or GGUF file of a model: one of EMBEDDED, `smollm2`, a local path, or a hub id (which is downloaded).
 
-    A folder with one GGUF file and no config.json resolves to that file. `org/name/file.gguf` is a file on the hub,
+    A folder with one GGUF file and no *.safetensors resolves to that file. `org/name/file.gguf` is a file on the hub,
     `org/name:Q4_K_M` the one of that repository with this in its name. The result is a folder, or a GGUF file whatever
     its name. Raises ModelLoadError where there is no such model.
     """
@@ -64,7 +64,7 @@ def resolve_model(name: str) -> Path:
         if colon:
             return hub.labelled(repository, label)
         folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-        if not (folder / "config.json").exists():
+        if not any(folder.glob("*.safetensors")):
             return hub.labelled(repository)
     except ModelLoadError:
         raise
@@ -80,14 +80,14 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder itself, or the one GGUF file of a language model in it where there is no config.json."""
-    if (folder / "config.json").exists():
-        return folder
+    """The folder itself, or the one GGUF file of a language model in it where there are no *.safetensors."""
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() == GGUF)
+    if not files or any(folder.glob("*.safetensors")):
+        return folder
     files = [f for f in files if "mmproj" not in f.name.lower() and not f.match(MTP_BESIDE)] or files
     if len(files) > 1:
         raise ModelLoadError(f"{folder} holds {len(files)} GGUF files; name one of them, e.g. {files[0]}")
-    return files[0] if files else folder
+    return files[0]
 
 
 def open_checkpoint(path: Path) -> Checkpoint | GGUFCheckpoint:
@@ -166,9 +166,14 @@ def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """`config.json` with all end tokens that the folder's files name, or a GGUF file's keys. Raises ModelLoadError."""
+    """`config.json` with the end and suppressed tokens that the folder's files name, or a GGUF file's keys.
+
+    Raises ModelLoadError.
+    """
     if folder.is_file():
         with closing(GGUFFile(folder)) as file:
             return parse_config(gguf.raw_config(file), where=str(folder))
     raw = read_json(folder / "config.json")
-    return parse_config(raw | {"eos_token_id": list(end_tokens(folder, raw))}, where=str(folder / "config.json"))
+    raw["eos_token_id"] = list(end_tokens(folder, raw))
+    raw["suppress_tokens"] = read_object(folder / GENERATION).get("suppress_tokens")
+    return parse_config(raw, where=str(folder / "config.json"))

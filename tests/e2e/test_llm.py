@@ -1,6 +1,9 @@
 """LLM from a folder: generate, stream, chat, and what it refuses."""
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,15 @@ def test_the_same_text_with_every_drafter(folders, plain, drafted):
         assert [(c.text, c.token_ids) for c in again] == [(c.text, c.token_ids) for c in done]
         assert_nothing_left(llm.engine)
     assert any(any(c.accepted) for c in again)
+
+
+def test_tokens_that_the_checkpoint_suppresses_are_never_written(folders, plain, tmp_path):
+    written = plain.generate(PROMPTS[1], ASKED)[0].token_ids
+    shutil.copytree(folders[0], tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"suppress_tokens": written[1:3]}))
+    (done,) = LLM(str(tmp_path / "model"), draft="ngram").generate(PROMPTS[1], ASKED)
+    (wanted,) = plain.generate(PROMPTS[1], replace(ASKED, banned_token_ids=written[1:3]))
+    assert done.token_ids == wanted.token_ids != written
 
 
 def test_prompts_are_text_or_tokens_one_or_many(plain):

@@ -20,6 +20,8 @@ from sameseed.models.loader import resolve_model
 REPOSITORIES = {
     "org/coder-GGUF": ["README.md", "coder-q4_k_m.gguf", "coder-q4_k_s.gguf", "coder-Q8_0.GGUF", "mmproj-q8_0.gguf"],
     "org/one": ["one.Q4_0.gguf"],
+    "org/described": ["config.json", "one.Q4_0.gguf"],
+    "org/parts": ["a-Q2_K.gguf", "a-Q4_K_M-00001-of-00002.gguf", "a-Q4_K_M-00002-of-00002.gguf"],
     "org/split": ["big-Q4_0-00001-of-00002.gguf", "big-Q4_0-00002-of-00002.gguf"],
     "org/twice": ["a-Q4_0.gguf", "b-Q4_0.gguf"],
     "org/split-mtp": ["m-Q4_0-00001-of-00002.gguf", "m-Q4_0-00002-of-00002.gguf", "mtp-m-Q8_0.gguf"],
@@ -68,6 +70,8 @@ RIGHT = {
     "org/coder-GGUF:q8_0": "coder-Q8_0.GGUF",
     "org/coder-GGUF/coder-q4_k_s.gguf": "coder-q4_k_s.gguf",
     "org/one": "one.Q4_0.gguf",
+    "org/described": "one.Q4_0.gguf",
+    "org/parts:Q4_K_M": "merge",
     "org/coder-GGUF:Q4_K": "coder-q4_k_m.gguf, ",  # none fits: the names to choose from
     "org/coder-GGUF": "refused",
     "org/twice:Q4_0": "refused",

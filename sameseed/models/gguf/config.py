@@ -16,30 +16,31 @@ from sameseed.models.layers import inverse_frequencies
 
 FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
 LONG_FACTORS = "rope_factors_long.weight"  # LongRoPE's, which a family reads
-# Control tokens that end an answer, as in llama.cpp; a file may name only one of them.
+# Tokens that end an answer, by spelling as in llama.cpp: a file may name only one of them, and type others as words.
 ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "</s>", "<EOT>", "_<EOT>", "[EOT]",
     "[EOS]", "<eos>", "<turn|>", "<|tool_response>",
 }  # fmt: skip
+HTML = {"</s>"}  # none, unless it is a control token
 # Of these, the last is none where the file has all the others: it only ends a part of an answer.
 NO_ENDS = (("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|end|>"), ("<|tool_response>", "</s>"))
 # Roles of tokens that end an answer; as in llama.cpp also of those that pad, or separate files of code.
 END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
-CONTROL, USER = 3, 4  # types of control tokens, and of those that are shown
+CONTROL = 3  # the type of control tokens
 
 
 def _architecture(file: GGUFFile) -> str:
     """llama.cpp's name of the architecture. Raises ModelLoadError for an unsupported one, and for a split file."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
+    if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:  # only the first part names it
+        raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
         raise ModelLoadError(
             f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(GGUF_ARCHITECTURES)}"
         )
-    if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:
-        raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
     return arch
 
 
@@ -73,6 +74,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "rope_parameters": rope,
         "eos_token_id": list(end_tokens(file)),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "suppress_tokens": np.asarray(meta.get("tokenizer.ggml.suppress_tokens", [])).tolist(),
     }
     if name != "Qwen2ForCausalLM":
         raw |= {"attention_bias": qkv_bias}
@@ -105,9 +107,7 @@ def end_tokens(file: GGUFFile) -> dict[int, list[str]]:
             found.setdefault(token, []).append(key)
     tokens, types = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
-        # Converters show some marks of Gemma 4; without a bar, a shown token may be HTML, like Gemma 3's "</s>".
-        marks = np.flatnonzero((types == CONTROL) | (types == USER)).tolist()
-        named = {t: i for i in marks if (t := tokens[i]) in ENDS and (types[i] == CONTROL or "|" in t)}
+        named = {t: i for i, t in enumerate(tokens) if t in ENDS and (types[i] == CONTROL or t not in HTML)}
         parts = {whole[-1] for whole in NO_ENDS if named.keys() >= set(whole)}
         for name, token in named.items():
             if name not in parts:

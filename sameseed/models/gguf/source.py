@@ -131,10 +131,12 @@ class GGUFCheckpoint:
         return 2 if ".ffn_gate_up_exps." in self._name(name) else 1
 
     def _scale(self, name: str) -> TensorInfo | None:
-        """The scale of each matrix of a tensor in NVFP4, beside its blocks' own; None: 1."""
+        """The scale of each matrix of a tensor in NVFP4, beside its blocks' own; None: 1, or the router applies it."""
         stored = self._name(name)
-        nvfp4 = self._file.tensors[stored].type == "NVFP4"
-        return self._file.tensors.get(f"{stored.removesuffix('weight')}{SCALES[0]}") if nvfp4 else None
+        scale = f"{stored.removesuffix('weight')}{SCALES[0]}"
+        if self._file.tensors[stored].type != "NVFP4" or scale.split(".", 2)[-1] in self._names.values():
+            return None
+        return self._file.tensors.get(scale)
 
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors[self._name(name)]

@@ -22,6 +22,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError, say_once
+from sameseed.models.gguf.config import CONTROL, ENDS, HTML
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.tokenizer import Tokenizer
 
@@ -49,9 +50,11 @@ PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "seed-coder": (_QWEN2.replace(r"+[\r\n]*", "+"),),
     "default": _DEFAULT,
 }
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of tokens
+NORMAL, UNKNOWN, USER, UNUSED, BYTE = 1, 2, 4, 5, 6  # kinds of tokens, beside CONTROL
 SPACE = "\u2581"
 KEEPS_SPACES = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's other special tokens take the spaces after them along
 # Keys of tokens with a role, and the names that chat templates use.
@@ -72,7 +75,8 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         )
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
-    kinds = _array(file, "token_type", len(tokens), NORMAL)
+    kinds = _array(file, "token_type", len(tokens), NORMAL).copy()
+    kinds[[i for i, t in enumerate(tokens) if t in ENDS and t not in HTML and kinds[i] == NORMAL]] = CONTROL
     # Names must be unique: of tokens with equal spelling (mostly padding) only the first can occur in a text.
     first: dict[str, int] = {}
     names = [t if first.setdefault(t, i) == i else f"<duplicate of a token, {i}>" for i, t in enumerate(tokens)]
@@ -146,7 +150,8 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
     backend = HFTokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in kinds)
     )
-    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is not False
+    usual = file.metadata.get("general.architecture") != "gemma3"
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", usual) is not False
     first, last = ([normalizers.Prepend(SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
     decoder = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
@@ -157,7 +162,10 @@ def _sentencepiece(file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.d
 def _merges_by_score(
     file: GGUFFile, names: list[str], kinds: np.ndarray[Any, np.dtype[Any]], vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """Pairs of pieces that are a token together, those with the best score of the result first."""
+    """Pairs of pieces that are a token together: the result with the best score first, of equal ones the lowest id.
+
+    Some files give all tokens one score. Their ids stand in the order of the merges.
+    """
     scores = _array(file, "scores", len(names), 0)
     mergeable = [i for i, kind in enumerate(kinds.tolist()) if kind in (NORMAL, UNUSED)]
     if sum(len(names[i]) for i in mergeable) > MOST_SPLITS or max((len(names[i]) for i in mergeable), default=0) > 4096:
@@ -168,9 +176,9 @@ def _merges_by_score(
         for at in range(1, len(name)):
             left, right = vocabulary.get(name[:at]), vocabulary.get(name[at:])
             if left is not None and right is not None:
-                found.append((-float(scores[i]), left, right))
+                found.append((-float(scores[i]), i, left, right))
     found.sort()
-    return [(names[left], names[right]) for _, left, right in found]
+    return [(names[left], names[right]) for *_, left, right in found]
 
 
 def _add_ends(file: GGUFFile, backend: HFTokenizer, names: list[str], model: str) -> None:

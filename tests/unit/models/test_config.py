@@ -47,6 +47,8 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     config = read_config(tmp_path)
     assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5, 97]}))
+    assert read_config(tmp_path).suppress_tokens == (5,)
 
 
 TURNS = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -2,6 +2,8 @@
 
 import json
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from fixtures_gguf import write_gguf
@@ -105,6 +107,14 @@ def test_gguf_files(name, kind, tolerance, joined, tmp_path):
         write_gguf(path, raw, parts, arch=arch, keys={**keys, "expert_count": 7})
         with pytest.raises(ModelLoadError, match="its keys say"):
             load(path)
+    if name == "gemma":  # an expert's scale is the router's, which multiplies with it
+        blocks = np.full((6, 64, 36), 0x11, np.uint8)
+        raw["moe_intermediate_size"] = keys["expert_feed_forward_length"] = 64
+        parts = joined_experts(random_tensors(parse_config(raw)))
+        write_gguf(path, raw, parts, arch=arch, keys=keys, blobs={"blk.0.ffn_down_exps.weight": (blocks, "NVFP4")})
+        meant = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.NVFP4)
+        down = load(path, weights="fp32").weights.layers[0].experts.down
+        assert all(matrix.parts["weight"].equal(torch.from_numpy(meant[0])) for matrix in down)
 
 
 def test_gpt_oss_keeps_mxfp4_blocks_as_stored(tmp_path):

@@ -46,7 +46,10 @@ BY_NAME = {name: arch for arch, (name, _) in GGUF_ARCHITECTURES.items()}
 NAMES = ("llama2", "llama3", "llama3.2", "llama-biases", "mistral-full", "qwen2", "qwen2.5-tied", "qwen3")
 NAMES += ("smollm3", "granite", "ministral3", "phi4-mini", "phi3", "lfm2", "gemma3", "gemma4", "gemma4-e")
 ARCH_KEYS = {
-    "ministral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    "ministral3": {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1,
+    },
     "granite": {"embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.3, "logit_scale": 2.5},
     "phi4-mini": {
         "rope.dimension_count": 12, "rope.scaling.type": "longrope", "rope.scaling.original_context_length": 64,
@@ -153,6 +156,24 @@ def test_rope_scaling_by_its_keys(keys, factor, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", raw, random_tensors(parse_config(raw)), keys=keys)
     rope = read_config(path).rope
     assert (rope.kind, rope.factor) == (("default", 1.0) if factor == 1.0 else ("linear", factor))
+
+
+def test_scales_of_mistral3_are_those_of_its_keys(tmp_path):
+    raw, keys = VARIANTS["ministral3"].raw, ARCH_KEYS["ministral3"]
+    without = {k: v for k, v in keys.items() if not k.endswith(("yarn_log_multiplier", "temperature_scale"))}
+    tensors = random_tensors(parse_config(raw))
+    found = [read_config(write_gguf(tmp_path / "a", raw, tensors, arch="mistral3", keys=k)) for k in (keys, without)]
+    assert [c.rope.magnitude for c in found] == [1.0, pytest.approx(1 + 0.1 * math.log(4))]
+    assert [c.max_model_len for c in found] == [64, 256]  # without, queries far out are not scaled
+    scaling = {**raw["rope_parameters"], "mscale_all_dim": 0, "llama_4_scaling_beta": 0}
+    assert parse_config(raw | {"rope_parameters": scaling}).rope.magnitude == found[1].rope.magnitude
+
+
+def test_gemma3_files_of_other_converters(tmp_path):
+    raw = VARIANTS["gemma3"].raw
+    keys = {"rope.freq_base": None, "rope.global.freq_base": 1e6, "rope.local.freq_base": 1e4}
+    config = read_config(write_gguf(tmp_path / "a", raw, random_tensors(parse_config(raw)), arch="gemma3", keys=keys))
+    assert (config.rope.theta, set(config.windows)) == (1e6, {None})  # no window is named
 
 
 def kinds(kind):
@@ -359,8 +380,12 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     (tmp_path / "b.gguf").write_bytes(path.read_bytes())
     with pytest.raises(ModelLoadError, match="holds 2 GGUF files; name one of them"):
         resolve_model(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # now it is a Hugging Face folder that also holds GGUF files
+    (tmp_path / "model.safetensors").touch()  # now it is a Hugging Face folder that also holds GGUF files
     assert resolve_model(str(tmp_path)) == tmp_path
+    for name in ("model.safetensors", "b.gguf"):
+        (tmp_path / name).unlink()
+    (tmp_path / "config.json").write_text("{}")  # as some put beside their GGUF files
+    assert resolve_model(str(tmp_path)) == path
 
 
 @pytest.mark.parametrize(

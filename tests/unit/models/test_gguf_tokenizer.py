@@ -80,6 +80,7 @@ def test_special_tokens_template_and_ends(tmp_path):
         ({"<|tool_response>": 3, "<turn|>": 3, "</s>": 3}, {}, (0, 1)),
         ({"<|tool_response>": 4, "<turn|>": 3, "<|im_start|>": 4}, {}, (0, 1)),  # as converters mark Gemma 4's
         ({"<|end|>": 3, "<eos>": 3}, {"eos_token_id": 10**6}, (0, 1)),
+        ({"<eos>": 1, "<end_of_turn>": 1, "</s>": 1}, {}, (0, 1)),  # files of Gemma type them as words
     ],
 )
 def test_ends_are_named_by_keys_or_are_control_tokens(special, keys, ends, tmp_path):
@@ -92,6 +93,8 @@ def test_ends_are_named_by_keys_or_are_control_tokens(special, keys, ends, tmp_p
     named, roles = named_tokens(path)
     assert set(read_config(path).eos_token_ids) <= set(named)
     assert all(any(key in said for said in roles[size + at]) for key, at in keys.items())
+    shown = load_tokenizer(path).decode([size + at for at in ends])
+    assert shown == "".join(name for at, (name, kind) in enumerate(special.items()) if at in ends and kind == 4)
 
 
 def test_named_templates_of_a_file(tmp_path):
@@ -160,10 +163,10 @@ def test_sentencepiece_knows_its_special_tokens(tmp_path):
 
 
 def test_an_unknown_way_of_cutting_is_named_and_none_noticed(tmp_path, caplog):
-    keys = bpe_keys(trained(QWEN2), "deepseek-coder", {})
+    keys = bpe_keys(trained(QWEN2), "deepseek-llm", {})
     with pytest.raises(ModelLoadError) as caught:
         load_tokenizer(write(tmp_path, keys))
-    for word in ("deepseek-coder", "llama-bpe", "qwen2", "Hugging Face folder"):
+    for word in ("deepseek-llm", "llama-bpe", "qwen2", "Hugging Face folder"):
         assert word in str(caught.value)
     older = write(tmp_path, lambda writer: (keys(writer), writer.kv_data[0].pop("tokenizer.ggml.pre")))
     assert load_tokenizer(older).encode("ab") and "convert it again" in caplog.text
