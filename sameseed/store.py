@@ -110,8 +110,9 @@ def write(kind: str, key: str, arrays: Arrays) -> None:
         file = _file(kind, key)
         for folder in (cache_folder(), file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        save: Any = np.savez_compressed  # NumPy before 2.2 would store `allow_pickle` as an array
         with replacing(file, PRIVATE) as stream:
-            np.savez_compressed(stream, allow_pickle=False, **arrays, **{DIGEST: _digest_of(arrays)})
+            save(stream, **arrays, **{DIGEST: _digest_of(arrays)})
     except OSError as error:
         log.warning("cannot keep measurements (%s); set %s to a folder that can be written", error, VARIABLE)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence as Seq
-from weakref import WeakKeyDictionary, WeakSet
 
 from sameseed.request import SpecMetrics
 from sameseed.spec.drafter import Drafter
@@ -23,18 +23,21 @@ class Alarm:
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # the warnings so far
-        self._metrics: WeakKeyDictionary[Drafter, SpecMetrics] = WeakKeyDictionary()
-        self._said: WeakSet[Drafter] = WeakSet()
+        self._seen: dict[int, tuple[weakref.ref[Drafter], SpecMetrics]] = {}  # by id: a drafter need not be hashable
+        self._said: set[int] = set()
 
     def update(self, drafter: Drafter, num_draft: Seq[int], num_accepted: Seq[int]) -> None:
         """Count a round of a drafter (an engine's drafter may be replaced), and check it and the levels below it."""
-        metrics = self._metrics.setdefault(drafter, SpecMetrics())
+        known, metrics = self._seen.get(id(drafter), (lambda: None, SpecMetrics()))
+        if known() is not drafter:
+            metrics = SpecMetrics()
+            self._seen[id(drafter)] = (weakref.ref(drafter), metrics)
         for drafted, accepted in zip(num_draft, num_accepted, strict=True):
             if drafted:
                 metrics.update(drafted, accepted)
         for level, counted in [(drafter, metrics), *drafter.counted()]:
-            if level.owns and is_useless(counted) and level not in self._said:
-                self._said.add(level)
+            if level.owns and is_useless(counted) and id(level) not in self._said:
+                self._said.add(id(level))
                 drafted, accepted = counted.num_draft_tokens, counted.num_accepted_tokens
                 text = f"drafter {level.name!r}: {accepted} of {drafted} drafted tokens accepted "
                 text += f"({accepted / drafted:.1%}). {REMEDY}"

@@ -29,7 +29,7 @@ from sameseed.request import (
 )
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, LengthPolicy, NoDrafter, Round
-from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step
+from sameseed.spec.step import NO_OVERLAP, NoOverlap, decode_step, forget
 from sameseed.spec.verify import Verified
 from sameseed.tokenizer import Tokenizer
 
@@ -277,8 +277,11 @@ class Engine:
             if live.first_token is None:
                 live.first_token = now
             taken, why = live.take(tokens)
-            if why is None and result.failed[b]:
-                why = FinishReason.ERROR
+            if result.failed[b]:
+                if why is None:
+                    why = FinishReason.ERROR
+                else:  # beyond the end of the text
+                    seq.error, seq.ruled_out = "", False
             by = draft.node_levels(b) if num_accepted else []
             live.levels += [*(names[by[node]] for node in result.nodes[b]), None][:taken]
             seq.logprobs += result.logprobs[b][:taken]
@@ -310,7 +313,7 @@ class Engine:
             id, level = live.request.request_id, logging.WARNING if seq.ruled_out else logging.ERROR
             log.log(level, "request %s failed: %s", id, seq.error, extra={"request_id": id})
         self.scheduler.finish(seq)
-        self.drafter.release(seq)
+        forget(self.drafter, seq)
         self._policies.release(seq)
         del self._live[seq.seq_id]
         completion = live.complete(why)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sameseed import fields, ops, registry
-from sameseed.config import SpecConfig
+from sameseed.config import SpecConfig, draft_text
 from sameseed.errors import ConfigError
 from sameseed.models.config import model_text
 from sameseed.models.head_config import is_block, is_head
@@ -44,7 +44,9 @@ class Level:
         if not least <= len(spec.below) <= most:
             below = [b.method for b in spec.below]
             wanted = str(least) if least == most else f"{least} or more" if least == 2 else f"up to {most}"
-            usual = {0: " + ".join([*below[:1], spec.method]), 1: "ngram > MODEL"}.get(most, "suffix + MODEL")
+            usual = {1: "ngram > MODEL"}.get(most, "suffix + MODEL")
+            if not most:
+                usual = draft_text(SpecConfig("first", below=(spec.below[0], replace(spec, below=()))), models=True)
             raise ConfigError(
                 f"drafter {spec.method!r} works with {wanted} drafters below it, not {len(below)}; write e.g. "
                 f"--draft '{usual}'"
@@ -89,7 +91,7 @@ class Level:
                     f"drafter {level.spec.method!r} asks {learning[0].method!r} below it in turn, which can have no "
                     f"policy {learning[0].policy!r} of its own; put --policy on the whole"
                 )
-            if level.spec.confidence is not None and not level.heeds_confidence:
+            if level.spec.confidence is not None and level.spec.policy != "disco" and not level.heeds_confidence:
                 raise ConfigError(
                     f"--confidence {level.spec.confidence:g}: drafter {level.spec.method!r} has no probabilities to "
                     "end a draft by; leave it out, or give it to a model below: "

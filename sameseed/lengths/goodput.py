@@ -466,8 +466,9 @@ class GoodputLength:
         self.budget.release(seq)
         self._read.pop(seq.seq_id, None)
         self._missed.pop(seq.seq_id, None)
-        ended = seq.num_output < seq.params.max_tokens
-        self._written = [FADE * self._written[0] + ended, FADE * self._written[1] + seq.num_output]
+        if seq.num_output > 0:  # else it ended before it wrote, or while its prompt was scored
+            ended = seq.num_output < seq.params.max_tokens
+            self._written = [FADE * self._written[0] + ended, FADE * self._written[1] + seq.num_output]
         self._nodes.pop(seq.seq_id, None)
         self._asked.discard(seq.seq_id)
         self._drafting.discard(seq.seq_id)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from sameseed.errors import ConfigError
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft, LateDraft
@@ -70,7 +71,8 @@ def decode_step(
     proposed = _guarded(lambda: drafter.propose(seqs, asked), len(seqs)) if any(asked) else own
     unread = _unread(proposed, runner, seqs, policy, ahead)
     if unread is None:
-        own = _guarded(proposed.read, len(seqs))
+        vocab_size = runner.model.config.vocab_size
+        own = _guarded(lambda: _checked(proposed.read(), asked, vocab_size), len(seqs))
         if any(asked):
             own = _guarded(lambda: _useful(own, seqs, asked, eos), len(seqs))
         if runner.cache.states is not None and len(own.tokens):  # a recurrent state follows one path
@@ -112,6 +114,15 @@ def _guarded(make: Callable[[], Made], num_seqs: int) -> Made | Draft:
         return Draft.empty(num_seqs)
 
 
+def _checked(draft: Draft, num_draft: Seq[int], vocab_size: int) -> Draft:
+    """The draft, maybe of a user's own drafter. Raises ConfigError if it is not as it was asked for."""
+    if draft.num_seqs != len(num_draft) or any(n > k for n, k in zip(draft.counts, num_draft, strict=True)):
+        raise ConfigError("a draft needs an entry for each sequence, and at most as many tokens as it was asked for")
+    if len(draft.tokens) and not 0 <= draft.tokens.min() <= draft.tokens.max() < vocab_size:
+        raise ConfigError(f"a draft has tokens outside the target's vocabulary of {vocab_size}")
+    return draft
+
+
 def _useful(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int], eos: Seq[int]) -> Draft:
     """The draft without nodes beyond the end of each text: its length limit, or a token that ends it."""
     depths, ending = [seq.draft_depth for seq in seqs], [seq.params.ending(eos) for seq in seqs]
@@ -138,7 +149,15 @@ def _observe(drafter: Drafter, seqs: Seq[Sequence], spans: Seq[Span], hidden: Te
     except Exception:
         log.exception("the drafter failed; it starts anew with these sequences")
         for seq in seqs:
-            drafter.release(seq)
+            forget(drafter, seq)
+
+
+def forget(drafter: Drafter, seq: Sequence) -> None:
+    """Tell the drafter that a sequence has ended. What it raises is logged."""
+    try:
+        drafter.release(seq)
+    except Exception:
+        log.exception("the drafter failed to forget a sequence")
 
 
 def _with_scripts(draft: Draft, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:

@@ -174,6 +174,7 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
         ({"confidence": 1.5}, ConfigError, r"confidence must lie in 0\.\.1"),
         ({"draft": "ngram", "draft_options": {"max_ngrm": 3}}, ConfigError, "did you mean 'max_ngram'"),
         ({"draft": SpecConfig("draft_model")}, ConfigError, "needs a draft model; name one"),
+        ({"draft": "ngram > embedded-draft > self_quant"}, ConfigError, r"'\(ngram > embedded-draft\) \+ self_quant'"),
         ({"draft": SpecConfig("ngrm")}, RegistryError, "did you mean 'ngram'"),
         ({"max_model_len": 100_000}, ConfigError, "above the model's own 256"),
         ({"num_blocks": 3}, ConfigError, "cannot hold one request of 256 tokens: raise it to 16"),

@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt's own tokens, and requests that fail alone."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from lawkit import SAMPLED, assert_nothing_left, finished, make_engine, run
@@ -8,6 +8,7 @@ from lawkit import SAMPLED, assert_nothing_left, finished, make_engine, run
 from sameseed.grammar import Choice, Vocabulary
 from sameseed.request import FinishReason, Request, SamplingParams
 from sameseed.spec import verify as verify_module
+from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
 PROMPT = tuple(range(1, 151))
@@ -62,6 +63,20 @@ def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair, rows):
         assert done[0].logprobs == done[1].logprobs
 
 
+@pytest.mark.parametrize("method", ["none", "suffix"])
+def test_no_error_comes_from_beyond_the_end_of_a_text(method, pair):
+    """The choice after an accepted stop token is none of the text's: here the grammar would rule out all tokens."""
+    one, two = 1, 2
+    size = pair.target.config.vocab_size
+    letters = Vocabulary([{one: b"a", two: b"b"}.get(t, b"c" if t else b"") for t in range(size)], [0])
+    params = SamplingParams(max_tokens=9, stop_token_ids=(two,), allowed_token_ids=(one, two))
+    engine = make_engine(pair, method)
+    engine.add(Request("r", (one, one, two) * 6 + (one,), params, 3, grammar=Choice(["aab"], letters)))
+    done = finished(engine)["r", 0]
+    assert (done.token_ids, done.finish_reason) == ((one, one, two), FinishReason.STOP)
+    assert (done.error, done.ruled_out) == ("", False)
+
+
 def test_scores_are_the_models(reference_pair):
     greedy = SamplingParams(max_tokens=1, seed=3, logprobs=1, ignore_eos=True)
     found = score(make_engine(reference_pair, "ngram"), [PROMPT], greedy)[0].prompt_logprobs
@@ -112,6 +127,34 @@ def test_a_failing_drafter_costs_no_text(pair):
     drafted = run(make_engine(pair, drafter=drafter), [OTHER, PROMPT], ASKED)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert drafter.rounds > 5
+
+
+WRONG = {
+    "more tokens than asked for": lambda num_draft: [[1] * (k + 20) for k in num_draft],
+    "an unknown token": lambda num_draft: [[10**6] * k for k in num_draft],
+    "a negative token": lambda num_draft: [[-1] * k for k in num_draft],
+    "fewer sequences": lambda num_draft: [[1] * k for k in num_draft[1:]],
+}
+
+
+@pytest.mark.failing_drafter
+@pytest.mark.parametrize("chains", WRONG.values(), ids=WRONG)
+def test_a_drafter_that_breaks_its_contract_costs_no_text(chains, pair):
+    @dataclass
+    class Wrong(Drafter):  # which cannot be hashed
+        seen: dict = field(default_factory=dict)
+
+        def propose(self, seqs, num_draft):
+            return Draft.chains(chains(num_draft))
+
+        def release(self, seq):
+            del self.seen[seq.seq_id]
+
+    plain = run(make_engine(pair), [OTHER, PROMPT], ASKED)
+    engine = make_engine(pair, drafter=Wrong())
+    drafted = run(engine, [OTHER, PROMPT], ASKED)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert_nothing_left(engine)
 
 
 def test_a_failed_pass_ends_those_in_it(pair, monkeypatch):

@@ -264,6 +264,9 @@ def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit):
         short = Sequence(i, [1] * 300, SamplingParams(max_tokens=limit), 0)
         short.token_ids += [1] * 24
         policy.release(short)
+    scored = Sequence(7, [1], SamplingParams(), 0)
+    scored.num_prompt = 3000  # it ends while its prompt is scored: no text was written
+    policy.release(scored)
     long = Sequence(8, [1] * 300, SamplingParams(max_tokens=400), 0)
     assert any(policy.lengths([long])) == (limit == 24)
     assert policy.recovers(long, 300) == (limit == 24)

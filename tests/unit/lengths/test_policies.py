@@ -109,8 +109,8 @@ def test_texts_stay_as_they_are(temperature, pair_folders):
     params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(3)]
     target, draft = map(str, pair_folders)
     plain = LLM(target).generate(prompts, params)
-    for text in (draft, "ngram"):
-        drafted = LLM(target, draft=text, policy="disco").generate(prompts, params)
+    for text, confidence in ((draft, None), ("ngram", None), ("suffix", 0.5)):
+        drafted = LLM(target, draft=text, policy="disco", confidence=confidence).generate(prompts, params)
         assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
         if text == draft:
             assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
