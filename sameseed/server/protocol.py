@@ -50,7 +50,7 @@ class Common(Fields):
 
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
@@ -67,7 +67,7 @@ class Common(Fields):
     min_tokens: Annotated[int, Field(ge=0, le=LARGEST), WHOLE] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N), WHOLE] | None = None
-    seed: Annotated[int, WHOLE] | None = None  # any integer, taken modulo 2**63
+    seed: Annotated[int, WHOLE] | None = None  # taken modulo 2**63; -1: a fresh one
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -121,9 +121,12 @@ class Common(Fields):
         return self.structured_outputs.choice if self.structured_outputs else None
 
     def keep(self, max_model_len: int) -> int | None:
-        """How many tokens at the end of the prompt are kept; None: all. Raises ApiError 400 for 0."""
+        """How many tokens at the end of the prompt are kept; None: all. Raises ApiError 400 if that is none."""
         if self.truncate_prompt_tokens == 0:
             raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
+        if self.truncate_prompt_tokens == -1 and (self.limit or 0) > max_model_len:
+            why = f"leaves room for the answer, and max_tokens is beyond the context of {max_model_len}; lower it"
+            raise bad_request(f"truncate_prompt_tokens: -1 {why}", "truncate_prompt_tokens", "context_length_exceeded")
         left = max(1, max_model_len - max(1, (self.usual if self.limit is None else self.limit) or 0))
         return left if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 

@@ -47,9 +47,8 @@ def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) ->
     `room`: tokens left in the context. `bound`: a grammar restricts the text, and the text ends where the grammar does.
     """
     bound = bound or fields.choice is not None
-    max_tokens = min(fields.usual or room, room) if fields.limit is None else max(1, fields.limit)
-    check_length(max_tokens, text)
-    max_tokens = min(max_tokens, room)  # at the context's end the text ends with finish_reason "length"
+    wanted = fields.usual or room if fields.limit is None else max(1, fields.limit)
+    max_tokens = min(wanted, room)  # at the context's end the text ends with finish_reason "length"
     bias = fields.logit_bias or {}
     if not all(k.isascii() and k.isdigit() and len(k) < 10 and k == str(int(k)) for k in bias):
         raise bad_request(f"logit_bias: keys must be token ids in 0..{text.vocab_size - 1}", "logit_bias")
@@ -59,29 +58,21 @@ def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) ->
         "ignore_eos": bool(fields.ignore_eos) and not bound,
         "min_tokens": 0 if bound else min(fields.min_tokens or 0, max_tokens),
         "skip_special_tokens": fields.skip_special_tokens is not False,
-        "seed": None if fields.seed is None else fields.seed % 2**63,
+        "seed": None if fields.seed is None or fields.seed == -1 else fields.seed % 2**63,
     }
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     tokens = ("stop_token_ids", "banned_token_ids", "allowed_token_ids")
     for name in ("top_p", "top_k", "min_p", *penalties, "stop", *tokens, "n"):
         if getattr(fields, name) is not None:
             given[name] = getattr(fields, name)
+    if fields.top_p == 0:  # the likeliest token alone
+        given |= {"top_p": 1.0, "top_k": 1}
     try:
         params = SamplingParams(max_tokens=max_tokens, logprobs=fields.top, **given)
         params.check(text.vocab_size, text.max_model_len)
     except RequestError as error:
         raise bad_request(str(error), error.field) from None
     return params
-
-
-def check_length(max_tokens: int, text: TextCodec) -> None:
-    """Raise ApiError 400 for an answer that is longer than the model's context."""
-    if max_tokens > text.max_model_len:
-        raise bad_request(
-            f"This model's maximum context length is {text.max_model_len} tokens; ask for at most as many",
-            "max_tokens",
-            "context_length_exceeded",
-        )
 
 
 def speculation(fields: Common, most: int) -> Speculation | None:
@@ -137,7 +128,6 @@ class Service:
 
     async def chat(self, visit: Arrived, fields: ChatFields) -> Answer:
         """Answer POST /v1/chat/completions."""
-        check_length(fields.max_tokens or 0, self.loaded(fields.model))
         return await self._answer(visit, fields, ChatReply)
 
     async def responses(self, visit: Arrived, fields: ResponseFields) -> Answer:

@@ -29,9 +29,9 @@ DEFAULTS = {"temperature": 1.0, "max_tokens": 16}  # of /v1/completions
 DRAWN = 6  # most fields of a randomly drawn body
 # Fields that must be refused, each alone.
 REFUSED = (
-    {"temperature": 2.1}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.5}, {"top_k": -2},
+    {"temperature": 2.1}, {"temperature": -0.1}, {"top_p": -0.1}, {"top_p": 1.1}, {"min_p": 1.5}, {"top_k": -2},
     {"n": 0}, {"presence_penalty": 2.5}, {"frequency_penalty": -2.5}, {"repetition_penalty": 0.0},
-    {"logit_bias": {"x": 1.0}}, {"stop": ""}, {"logprobs": -1}, {"truncate_prompt_tokens": 0}, {"max_tokens": 10**9},
+    {"logit_bias": {"x": 1.0}}, {"stop": ""}, {"logprobs": -1}, {"truncate_prompt_tokens": 0}, {"max_tokens": -1},
     {"best_of": 2}, {"speculation": {"num_draft_tokens": 65}},
 )  # fmt: skip
 
@@ -145,12 +145,12 @@ async def _ask_all(subject, found, cases):
 
 
 def _beyond(subject):
-    """Bodies with tokens outside the vocabulary, more tokens than the context holds, or another model's name."""
+    """Bodies with tokens outside the vocabulary, a prompt that fills the context, or another model's name."""
     size, few = subject.target.config.vocab_size, range(1, 4)
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
-    more = {"max_tokens": subject.max_len + 1}, {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
+    more = {"prompt": [t % 3 + 1 for t in range(subject.max_len)]}
     return [
-        *lists, *more, {"prompt": [-1]}, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)},
+        *lists, more, {"prompt": [-1]}, {"logit_bias": {str(size): 1.0}}, {"model": "another", "prompt": list(few)},
     ]  # fmt: skip
 
 

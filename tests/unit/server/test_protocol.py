@@ -46,7 +46,7 @@ def test_forms_of_a_prompt(prompt, meant):
         ("prompt", ["a", 1], "prompt[0]"), ("prompt", [], "prompt"), ("prompt", [[]], "prompt[0]"),
         ("prompt", ["x"] * (limits.MAX_PROMPTS + 1), "prompt"), ("prompt", [-1], "prompt[0]"),
         ("prompt", {"a": 1}, "prompt"), ("temperature", "0.5", "temperature"), ("temperature", -0.1, "temperature"),
-        ("temperature", float("nan"), "temperature"), ("top_p", 0, "top_p"), ("top_p", float("inf"), "top_p"),
+        ("temperature", float("nan"), "temperature"), ("top_p", -0.1, "top_p"), ("top_p", float("inf"), "top_p"),
         ("min_p", 1.5, "min_p"), ("presence_penalty", float("-inf"), "presence_penalty"),
         ("frequency_penalty", 2.1, "frequency_penalty"), ("repetition_penalty", 0, "repetition_penalty"),
         ("n", limits.MAX_N + 1, "n"), ("n", 0, "n"), ("max_tokens", True, "max_tokens"),
@@ -71,6 +71,27 @@ def test_bad_values_are_named_and_not_repeated(field, value, place):
     body = error.body()["error"]
     assert set(body) == {"message", "type", "param", "code"}
     assert body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"seed": -1}, {"seed": None}), ({"seed": -2}, {"seed": 2**63 - 2}), ({"max_tokens": 10**6}, {"max_tokens": 9}),
+        ({"top_p": 0, "top_k": 5}, {"top_p": 1.0, "top_k": 1}), ({"top_p": 0.5}, {"top_p": 0.5, "top_k": 0}),
+    ],
+)  # fmt: skip
+def test_what_other_servers_take(given, meant):
+    params = sampling(
+        read(CompletionFields, {"prompt": "x", **given}), SimpleNamespace(vocab_size=9, max_model_len=99), 9
+    )
+    assert {name: getattr(params, name) for name in meant} == meant
+
+
+def test_no_prompt_is_cut_to_nothing_for_its_answer():
+    asked = read(CompletionFields, {"prompt": "x", "truncate_prompt_tokens": -1, "max_tokens": 90})
+    assert asked.keep(100) == 10
+    with pytest.raises(ApiError, match="lower"):
+        asked.keep(80)
 
 
 @pytest.mark.parametrize("bias", [{"5": 1.0, "05": 2.0}, {"-5": 1.0}, {"\u0665": 1.0}, {"1e1": 1.0}])
