@@ -107,6 +107,8 @@ def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(kind, data
             break
         known = said
         given_out += text.delta()
+        held = text.text[len(given_out) :]
+        assert not held or any(s.startswith(held) for s in stops), "what begins no stop string goes out at once"
     text.finish()
     assert text.text == expected == given_out + text.delta()
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from lawkit import EOS, MAX_LEN, SAMPLED, TreeDrafter, finished, make_engine, random_prompts, run, texts
+from lawkit import MAX_LEN, SAMPLED, TreeDrafter, finished, make_engine, random_prompts, run, texts
 
 from sameseed.errors import RequestError
 from sameseed.request import FinishReason, Request, SamplingParams, Speculation
@@ -30,50 +30,6 @@ def answer_of(pair, **params):
     return texts(run(make_engine(pair), [PROMPT], asked))[0]
 
 
-def test_max_tokens_inside_an_accepted_path(pair):
-    answer = answer_of(pair)
-    for count in range(1, 22):
-        params = SamplingParams(max_tokens=count, seed=2, ignore_eos=True)
-        (got,) = run(oracle_engine(pair, answer), [PROMPT], params)
-        assert got.token_ids == answer[:count]
-        assert got.finish_reason is FinishReason.LENGTH
-        assert len(got.accepted) == count
-
-
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_stop_token_inside_an_accepted_path(pair, sampling):
-    answer = answer_of(pair, **sampling)
-    for place in range(1, 16):
-        stop = answer[place]
-        end = answer.index(stop) + 1
-        params = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop_token_ids=(stop,), **sampling)
-        (got,) = run(oracle_engine(pair, answer), [PROMPT], params)
-        assert got.token_ids == answer[:end]
-        assert got.finish_reason is FinishReason.STOP
-
-
-def test_the_end_token_inside_an_accepted_path(pair):
-    """The end token ends the text, except with `ignore_eos` or before `min_tokens`."""
-    bias = {EOS: 3.0}
-    plain = run(make_engine(pair), random_prompts(12), SamplingParams(max_tokens=40, seed=2, logit_bias=bias))
-    ended = [c for c in plain if c.finish_reason is FinishReason.STOP and len(c.token_ids) > 3]
-    assert ended, "some text ends by itself"
-    for completion in ended:
-        assert completion.token_ids[-1] == EOS
-        assert "<|end|>" not in completion.text
-        longer = (*completion.token_ids, 5, 5, 5)
-        params = SamplingParams(max_tokens=40, seed=2, logit_bias=bias)
-        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], params)
-        assert got.token_ids == completion.token_ids
-        more = SamplingParams(max_tokens=40, seed=2, logit_bias=bias, min_tokens=len(completion.token_ids) + 2)
-        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], more)
-        assert len(got.token_ids) >= more.min_tokens
-        assert EOS not in got.token_ids[: more.min_tokens - 1]
-        free = SamplingParams(max_tokens=40, seed=2, logit_bias=bias, ignore_eos=True)
-        (got,) = run(oracle_engine(pair, longer), [completion.prompt_token_ids], free)
-        assert len(got.token_ids) == 40
-
-
 def test_the_context_ends_the_text(pair):
     for spec in ({}, {"method": "draft_model", "k": 6}):
         engine = make_engine(pair, **spec, max_len=40)
@@ -81,43 +37,6 @@ def test_the_context_ends_the_text(pair):
         first, second = run(engine, [PROMPT[:10], list(range(1, 40))], params)
         assert (len(first.token_ids), len(second.token_ids)) == (30, 1)
         assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
-
-
-def test_a_stop_string_across_tokens(pair):
-    """The text ends before the stop string, wherever its tokens begin; the last token is the one that completed it."""
-    answer = answer_of(pair)
-    whole = pair.tokenizer.decode(answer)
-    stops = [s for i in range(2, 30) if "\ufffd" not in (s := whole[i : i + 3])]  # a broken character is not final
-    assert len(stops) > 4
-    for stop in stops:
-        params = SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop=("never", stop))
-        plain = run(make_engine(pair), [PROMPT], params)[0]
-        drafted = run(oracle_engine(pair, answer), [PROMPT], params)[0]
-        assert plain.text == drafted.text == whole[: whole.index(stop)]
-        assert plain.token_ids == drafted.token_ids == answer[: len(plain.token_ids)]
-        assert stop in pair.tokenizer.decode(plain.token_ids)
-        shorter = pair.tokenizer.decode(plain.token_ids[:-1])
-        assert stop not in shorter or shorter.endswith("\ufffd"), "a token too late only within a character"
-        assert plain.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_before_min_tokens_is_text(pair):
-    answer = answer_of(pair)
-    whole = pair.tokenizer.decode(answer)
-    params = SamplingParams(max_tokens=40, min_tokens=40, seed=2, ignore_eos=True, stop=tuple(whole[:5]))
-    (got,) = run(make_engine(pair), [PROMPT], params)
-    assert got.token_ids == answer
-    assert len(got.text) > len(whole) // 2
-
-
-def test_n_completions_differ_by_their_seeds(pair):
-    params = SamplingParams(max_tokens=10, seed=9, n=4, temperature=1.0, ignore_eos=True)
-    done = run(make_engine(pair, "draft_model"), [PROMPT], params)
-    assert [c.index for c in done] == [0, 1, 2, 3]
-    assert len(set(texts(done))) == 4
-    for c in done:  # each completion equals that of a request with its own seed
-        alone = SamplingParams(max_tokens=10, seed=c.seed, temperature=1.0, ignore_eos=True)
-        assert texts(run(make_engine(pair), [PROMPT], alone)) == [c.token_ids]
 
 
 def test_counters_add_up(pair):

@@ -41,18 +41,6 @@ def shape(plan):
     return [(s.seq_id, p, d) for s, p, d in zip(plan.seqs, plan.num_pending, plan.num_draft, strict=True)]
 
 
-def test_a_long_prompt_runs_in_chunks():
-    scheduler = make(rows=10)
-    scheduler.add(sequence(0, 25))
-    assert [shape(run(scheduler, k=3)) for _ in range(5)] == [
-        [(0, 10, 0)],
-        [(0, 10, 0)],
-        [(0, 5, 0)],  # the prompt's own pass gives the first token: no draft yet
-        [(0, 1, 3)],
-        [(0, 1, 3)],
-    ]
-
-
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     scheduler = make(rows=16)
     scheduler.add(sequence(0, 100))

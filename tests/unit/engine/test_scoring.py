@@ -1,9 +1,11 @@
-"""Log-probabilities of a prompt's own tokens, and requests that fail alone."""
+"""Log-probabilities of a prompt's own tokens, and requests that fail alone, also where memory runs out."""
 
-from dataclasses import dataclass, field, replace
+import logging
+from dataclasses import dataclass, field
 
 import pytest
-from lawkit import SAMPLED, assert_nothing_left, finished, make_engine, run
+import torch
+from lawkit import SAMPLED, TreeDrafter, assert_nothing_left, finished, knowing, make_engine, random_prompts, run, texts
 
 from sameseed.grammar import Choice, Vocabulary
 from sameseed.request import FinishReason, Request, SamplingParams
@@ -12,55 +14,27 @@ from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
 PROMPT = tuple(range(1, 151))
+PROMPTS = random_prompts(4, seed=8, longest=20)
 OTHER = (5, 6, 7, 5, 6, 7, 5)
 ASKED = SamplingParams(
     max_tokens=12, seed=3, logprobs=2, ignore_eos=True, min_tokens=4, repetition_penalty=1.1, **SAMPLED
 )
+FREE = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def score(engine, prompts, params):
-    """Completions of scored prompts that run together."""
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(f"r{i}", prompt, params, 3, score_prompt=True))
-    done = finished(engine)
-    assert_nothing_left(engine)
-    return [done[f"r{i}", 0] for i in range(len(prompts))]
-
-
-@pytest.mark.parametrize(
-    ("method", "rows", "tokens"), [("none", 512, 4096), ("ngram", 9, 4096), ("draft_model", 70, 320)]
-)
-def test_a_scored_prompt_is_continued_as_ever(reference_pair, method, rows, tokens):
-    """For several drafters, rows per pass, and with preemptions (the last case's cache holds one sequence)."""
-    plain = run(make_engine(reference_pair), [PROMPT, OTHER], ASKED, alone=True)
-    engine = make_engine(reference_pair, method, rows=rows, tokens=tokens)
-    scored = score(engine, [PROMPT, OTHER, PROMPT], ASKED)
-    for mine, alone in zip(scored, [*plain, plain[0]], strict=True):
-        assert mine.token_ids == alone.token_ids
-        assert mine.logprobs == alone.logprobs
-        assert [p.token_id for p in mine.prompt_logprobs] == list(mine.prompt_token_ids[1:])
-    assert scored[0].prompt_logprobs == scored[2].prompt_logprobs
-
-
-@pytest.mark.parametrize("rows", [512, 9])
-def test_what_was_scored_is_the_prompt_to_all_processors(reference_pair, rows):
-    """Scored tokens count as prompt for penalties, `min_tokens` and a grammar, in chunks of any size."""
-    free = SamplingParams(max_tokens=8, seed=3, logprobs=2, ignore_eos=True)
-    first = run(make_engine(reference_pair), [OTHER], free)[0].token_ids[0]
-    size = reference_pair.target.config.vocab_size
-    letters = Vocabulary([bytes([97 + t % 26]) if t else b"" for t in range(size)], [0])
-    for params, grammar in (
-        (replace(free, temperature=0.9, presence_penalty=2.0, frequency_penalty=1.0), None),
-        (replace(free, ignore_eos=False, min_tokens=3, stop_token_ids=(first,)), None),
-        (free, Choice(["abcabc", "zyx"], letters)),
-    ):
-        done = []
-        for scores in (False, True):
-            engine = make_engine(reference_pair, rows=rows)
-            engine.add(Request("r", OTHER, params, 3, grammar=grammar, score_prompt=scores))
-            done.append(finished(engine)["r", 0])
-        assert done[0].token_ids == done[1].token_ids
-        assert done[0].logprobs == done[1].logprobs
+def test_a_scored_prompt_is_continued_as_ever_after_a_preemption(reference_pair):
+    done = []
+    for scores in (False, True):
+        engine = make_engine(reference_pair, "draft_model", rows=70, tokens=256)  # room for one sequence
+        for name, prompt in (("r0", PROMPT), ("r1", OTHER), ("r2", PROMPT[::-1])):
+            engine.add(Request(name, prompt, ASKED, 3, score_prompt=scores))
+        done.append(finished(engine))
+        assert engine.scheduler.num_preemptions
+        assert_nothing_left(engine)
+    for key, scored in done[1].items():
+        assert (scored.token_ids, scored.logprobs) == (done[0][key].token_ids, done[0][key].logprobs)
+        assert [p.token_id for p in scored.prompt_logprobs] == list(scored.prompt_token_ids[1:])
 
 
 @pytest.mark.parametrize("method", ["none", "suffix"])
@@ -75,21 +49,6 @@ def test_no_error_comes_from_beyond_the_end_of_a_text(method, pair):
     done = finished(engine)["r", 0]
     assert (done.token_ids, done.finish_reason) == ((one, one, two), FinishReason.STOP)
     assert (done.error, done.ruled_out) == ("", False)
-
-
-def test_scores_are_the_models(reference_pair):
-    greedy = SamplingParams(max_tokens=1, seed=3, logprobs=1, ignore_eos=True)
-    found = score(make_engine(reference_pair, "ngram"), [PROMPT], greedy)[0].prompt_logprobs
-    num_compared = 0
-    for n in range(1, 40):  # the model's own logprob of token n, read from the likeliest tokens after the first n
-        only = SamplingParams(max_tokens=1, logprobs=100, seed=0, ignore_eos=True)
-        top = run(make_engine(reference_pair), [PROMPT[:n]], only)[0].logprobs
-        truth = dict(top[0].top)
-        assert found[n - 1].top == top[0].top[:1]
-        if PROMPT[n] in truth:
-            num_compared += 1
-            assert found[n - 1].logprob == truth[PROMPT[n]]
-    assert num_compared > 5
 
 
 @pytest.mark.failing_drafter
@@ -157,22 +116,69 @@ def test_a_drafter_that_breaks_its_contract_costs_no_text(chains, pair):
     assert_nothing_left(engine)
 
 
-def test_a_failed_pass_ends_those_in_it(pair, monkeypatch):
-    alone = run(make_engine(pair), [OTHER], ASKED)[0]
-    engine = make_engine(pair, seqs=1)
-    for name in ("first", "second"):
-        engine.add(Request(name, OTHER, ASKED, 3))
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner.model, "run", None)
-        with pytest.raises(TypeError):
-            engine.step()
-    ended = engine.fail_step(RuntimeError("it failed"))
-    assert [d.request_id for d in ended] == ["first"]
-    assert ended[0].completion is not None and ended[0].completion.finish_reason is FinishReason.ERROR
-    assert engine.fail_step(RuntimeError("it failed")) == []
-    last = None
+class Filling:
+    """An op that raises out-of-memory at its `at`-th call."""
+
+    def __init__(self, op, at):
+        self.op, self.left = op, at
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            raise FULL
+        return self.op(*args, **kwargs)
+
+
+def drain(engine):
+    """Steps as the server's engine process does; returns completions by request id, and the number of failed steps."""
+    done = {}
+    failed = 0
     while engine.has_work:
-        last = engine.step()[-1].completion
-    assert last is not None and last.token_ids == alone.token_ids
+        try:
+            deltas = engine.step()
+        except torch.OutOfMemoryError:
+            failed += 1
+            deltas = engine.fail_step(RuntimeError("it failed"))
+            assert engine.fail_step(RuntimeError("it failed")) == []
+        done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
+    return done, failed
+
+
+@pytest.mark.parametrize(("op", "at"), [("attention", 5), ("product", 7), ("move_kv", 1), ("move_kv", 2)])
+def test_requests_of_the_pass_fail_and_the_engine_lives(reference_pair, op, at, monkeypatch):
+    """Memory runs out in the middle of a pass, or between layers while accepted rows are moved."""
+    pair = reference_pair
+    wanted = texts(run(make_engine(pair), PROMPTS, FREE))
+    trees = TreeDrafter(knowing(PROMPTS, wanted), pair.target.config.vocab_size, seed=2)
+    engine = make_engine(pair, k=12, drafter=trees, seqs=2)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(f"r{i}", tuple(prompt), FREE, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pair.target.ops), op, bound(Filling(getattr(type(pair.target.ops), op), at)))
+        done, failed = drain(engine)
+    assert failed == 1
+    ended = [done[f"r{i}"].finish_reason for i in range(4)]
+    assert 1 <= ended.count(FinishReason.ERROR) <= 2, "those that ran, not those that waited"
+    for i, reason in enumerate(ended):
+        if reason is not FinishReason.ERROR:
+            assert done[f"r{i}"].token_ids == wanted[i]
     assert_nothing_left(engine)
+    assert texts(run(engine, PROMPTS, FREE)) == wanted, "and with all of its memory"
+
+
+def bound(op):
+    """A callable object as a method of a class."""
+    return lambda self, *args, **kwargs: op(self, *args, **kwargs)
+
+
+@pytest.mark.failing_drafter
+@pytest.mark.parametrize("at", [3, 40])
+def test_a_draft_that_finds_no_memory_costs_no_text(reference_pair, at, monkeypatch, caplog):
+    wanted = texts(run(make_engine(reference_pair), PROMPTS, FREE))
+    engine = make_engine(reference_pair, "draft_model", 3)
+    model = reference_pair.draft
+    monkeypatch.setattr(model, "_run", Filling(model._run, at // 3))
+    with caplog.at_level(logging.ERROR):
+        assert texts(run(engine, PROMPTS, FREE)) == wanted
+    assert "the drafter failed" in caplog.text and "out of memory" in caplog.text
+    assert engine.metrics.num_accepted_tokens > 0, "it drafts again"
