@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
+from sameseed.models.loader import read_config
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 96}
 RAW = {
@@ -21,9 +22,12 @@ def is_linear(name):
     return name.endswith("_proj.weight")
 
 
-def write_layout(folder, writer, config, which=is_linear):
-    """Write a checkpoint where `writer` stores the matrices that `which` picks; returns the dense tensors it means."""
-    dense = random_tensors(parse_config(RAW), dtype=torch.bfloat16)
+def write_layout(folder, writer, config, which=is_linear, raw=RAW, stored_as=str):
+    """Write a checkpoint where `writer` stores the matrices that `which` picks; returns the dense tensors it means.
+
+    `stored_as`: from our name of a tensor to the file's.
+    """
+    dense = random_tensors(parse_config(raw), dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(5)
     stored = {}
     for name, value in dense.items():
@@ -33,8 +37,8 @@ def write_layout(folder, writer, config, which=is_linear):
             dense[name] = meant
         else:
             stored[name] = value
-    write_config(folder, {**RAW, **({} if config is None else {"quantization_config": config})})
-    write_tensors(folder, stored)
+    write_config(folder, {**raw, **({} if config is None else {"quantization_config": config})})
+    write_tensors(folder, {stored_as(name): value for name, value in stored.items()})
     return dense
 
 
@@ -49,8 +53,13 @@ def write_dense(folder, dense):
 def opened(folder):
     """The checkpoint of such a folder, checked."""
     with Checkpoint(folder) as checkpoint:
-        checkpoint.check(parse_config(RAW))
+        checkpoint.check(read_config(folder))
         yield checkpoint
+
+
+def unquantized(weight, name, generator):
+    """A matrix as it is."""
+    return {f"{name}.weight": weight.bfloat16()}, weight
 
 
 def packed(codes, bits):

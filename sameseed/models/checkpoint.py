@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence as Seq
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from sameseed.errors import ModelLoadError, say_once
 from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded
+from sameseed.models.layouts.patterns import TEXT_PARTS
 from sameseed.models.safetensors_file import BITS, DTYPES, RAW, Entry, SafetensorsFile
 from sameseed.models.weights import Shapes, TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
@@ -27,9 +29,9 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
-# Where a model that also sees or hears has its language model, and the names of its other parts.
-TEXT_PARTS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
-OTHER_PARTS = tuple(
+# Where each expert of Gemma 4 has its own tensors, these are not in `mlp`, and in some files in `moe`.
+EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe)?\.experts\.(?=\d+\.)")
+OTHER_PARTS = tuple(  # of a model that also sees or hears
     f"{outer}{part}"
     for outer in ("", "model.")
     for part in ("vision_", "visual.", "multi_modal_projector.", "embed_vision.", "audio_", "embed_audio.")
@@ -76,9 +78,7 @@ class Checkpoint(TensorSource):
                     f"tensor {astray[:80]} is missing from {self.folder / places[astray]}, where the index has it; "
                     "download both again"
                 )
-            for prefix, short in TEXT_PARTS.items():
-                if any(n.startswith(prefix) for n in self._files):
-                    self.rename(prefix, short)
+            self.rename(_short_name)
         except BaseException:
             self._stack.close()
             raise
@@ -230,16 +230,15 @@ class Checkpoint(TensorSource):
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
-    def rename(self, prefix: str, short: str = "") -> None:
-        """Replace `prefix` of tensor names by `short`. Raises ModelLoadError where two would get the same name."""
-
-        def renamed(name: str) -> str:
-            return short + name.removeprefix(prefix) if name.startswith(prefix) else name
-
-        files = {renamed(n): file for n, file in self._files.items()}
-        if len(files) < len(self._files):
-            twice = next(n for n in self._files if n.startswith(prefix) and renamed(n) in self._files)
-            raise ModelLoadError(f"{self.folder} has {twice} and {renamed(twice)}; take one of them out")
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Replace each tensor's name by `renamed(name)`. Raises ModelLoadError where two would get the same name."""
+        files: dict[str, SafetensorsFile] = {}
+        for name, file in self._files.items():
+            short = renamed(name)
+            if short in files:
+                both = sorted((n[:80] for n in self._files if renamed(n) == short), reverse=True)
+                raise ModelLoadError(f"{self.folder} has {' and '.join(both)}; take one of them out")
+            files[short] = file
         for file in set(self._files.values()):
             file.entries = {renamed(n): entry for n, entry in file.entries.items()}
         self._files = files
@@ -267,8 +266,11 @@ class Checkpoint(TensorSource):
                 "config.json describes?"
             )
         viewed = {v.tensor for v in self._views.values()}
-        known = {*expected, *taken, *spare, *viewed, *family(config.architecture).spare(config)}
+        known = {*expected, *taken, *viewed}
+        # A spare matrix may be quantized, so all tensors of its module are spare.
+        unread = tuple(n.removesuffix("weight") for n in (*spare, *family(config.architecture).spare(config)))
         extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
+        extra = [n for n in extra if not n.startswith(unread)]
         extra = [n for n in extra if not cache_scale(n, str(self.folder))]
         if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
             if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:
@@ -302,6 +304,14 @@ class Checkpoint(TensorSource):
                     self._stored[name] = found
         notice_rounded(self.folder, {n: s.why for n, s in self._stored.items() if s.why}, expected)
         return {t for s in self._stored.values() for t in s.tensors}
+
+
+def _short_name(name: str) -> str:
+    """The name by which a family asks for a tensor of a checkpoint."""
+    for prefix, short in TEXT_PARTS.items():
+        if name.startswith(prefix):
+            name = short + name.removeprefix(prefix)
+    return EXPERTS.sub(".mlp.experts.", name)
 
 
 def check_extra(path: Path, names: Collection[str], other_parts: tuple[str, ...], config: ModelConfig) -> None:

@@ -43,7 +43,7 @@ def open_head(
     config = read_head_config(folder)
     with Checkpoint(folder) as files:
         if any(n.startswith("model.fc.") for n in files.names()):
-            files.rename("model.")
+            files.rename(lambda name: name.removeprefix("model."))
         # Speculators builds Qwen3 layers, with norms of queries and keys, also where it writes another model_type.
         if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
             config = replace(config, layer=replace(config.layer, qk_norm=True))

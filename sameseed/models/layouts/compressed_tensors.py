@@ -27,7 +27,7 @@ from sameseed.models.layouts.base import (
     unpacked,
 )
 from sameseed.models.layouts.floats import float8, mxfp4, nvfp4
-from sameseed.models.layouts.patterns import fits
+from sameseed.models.layouts.patterns import fits, spellings
 
 FP4 = {"mxfp4-pack-quantized": mxfp4, "nvfp4-pack-quantized": nvfp4}
 
@@ -127,7 +127,7 @@ class CompressedTensors(Layout):
         if any(fits(t, name, kind) for t in self.ignore):
             return None
         # An exact name takes precedence over an expression, and an expression over a class.
-        for rank in (lambda t: t == name, lambda t: t.startswith("re:"), lambda t: True):
+        for rank in (lambda t: t in spellings(name), lambda t: t.startswith("re:"), lambda t: True):
             for group in self.groups:
                 if any(rank(t) and fits(t, name, kind) for t in group.targets):
                     return group

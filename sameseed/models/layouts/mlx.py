@@ -11,6 +11,7 @@ from torch import Tensor
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import whole_number
 from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, round_scheme
+from sameseed.models.layouts.patterns import spellings
 
 
 class Mlx(Layout):
@@ -23,7 +24,7 @@ class Mlx(Layout):
         weight = f"{name}.weight"
         if weight not in files or files.kind(weight)[0] in FLOATS:
             return None
-        own = self.config.get(name)
+        own = next((self.config[n] for n in spellings(name) if n in self.config), None)
         settings = own if isinstance(own, dict) else self.config
         bits = whole_number(settings, self.where, "bits", 4, 1)
         group = whole_number(settings, self.where, "group_size", 64, 1)

@@ -20,6 +20,8 @@ WAYS = 23  # bits: base-2 logarithm of the number of ways to match that may be t
 # Bits of a part that repeats without bound: names have tens of characters, but few digits in a row.
 FREE, DIGITS = 4.5, 2
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+# Where a model that also sees or hears has its language model, and our names for it.
+TEXT_PARTS = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head"}
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
@@ -65,11 +67,18 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
     return total
 
 
+@cache
+def spellings(name: str) -> tuple[str, ...]:
+    """The names that a quantization_config may use for module `name`: ours, and those of wrapped models."""
+    names = [name, *(long + name.removeprefix(short) for long, short in TEXT_PARTS.items() if name.startswith(short))]
+    return (*names, *(n.replace(".mlp.experts.", ".experts.") for n in names if ".mlp.experts." in n))
+
+
 def fits(target: str, name: str, kind: str = "Linear") -> bool:
     """Whether a target (a name, "re:...", or a class of modules) matches module `name` of class `kind`."""
     if target.startswith("re:"):
-        return expression(target[3:]).match(name) is not None
-    return target in (name, kind)
+        return any(expression(target[3:]).match(n) for n in spellings(name))
+    return target == kind or target in spellings(name)
 
 
 def covers(pattern: str, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fixtures_layouts import (
     opened,
     packed,
     qqq,
+    unquantized,
     write_dense,
     write_layout,
 )
@@ -297,6 +299,78 @@ def test_settings_of_mlx(key, tmp_path):
     write_config(tmp_path, {**RAW, "quantization": settings, **both})
     with opened(tmp_path) as checkpoint:
         assert all(checkpoint.tensor(name).float().equal(value.float()) for name, value in dense.items())
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 96, "num_attention_heads": 4, "head_dim": 32}
+GEMMA = SIZES | {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 8, "global_head_dim": 64}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+GEMMA = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": GEMMA}
+EXPERTS = {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 64}
+EXPERTS = GEMMA | {"text_config": GEMMA["text_config"] | EXPERTS}
+WRAPPED, MLX_WRAPPED = "model.language_model.", "language_model.model."
+FINE = {
+    f"{MLX_WRAPPED}layers.{i}.mlp.{part}_proj": {"bits": 8, "group_size": 32} for i in (0, 3) for part in ("up", "down")
+}
+BY_NAME = ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [f"{WRAPPED}layers.0.mlp.up_proj"]}
+EIGHT = ct_config(8, "int", "channel", "int-quantized")["config_groups"]["group_0"]
+BY_NAME["config_groups"] |= {
+    "group_1": EIGHT | {"targets": [f"{WRAPPED}layers.1.mlp.down_proj"]},
+    "group_2": EIGHT | {"targets": [r"re:model\.language_model\.layers\.\d+\.self_attn\.q_proj$"]},
+}
+DYNAMIC = {r"+:model\.language_model\.layers\.\d+\.mlp\.down_proj$": {"bits": 8, "group_size": 64}}
+
+
+def by_name(usual, **others):
+    """A writer that leaves the choice to the first of `others` whose expression is in the matrix's name."""
+    return lambda weight, name, generator: next(
+        (writer for text, writer in others.items() if re.search(text, name)), usual
+    )(weight, name, generator)
+
+
+# As published: config.json, quantization_config, writer, the beginning of names, and where experts are.
+PUBLISHED = {
+    "MLX's bits by module": (
+        GEMMA | {"quantization": {"bits": 4, "group_size": 64, "mode": "affine", **FINE}}, None,
+        by_name(mlx(4, 64), **{r"[03]\.mlp\.(up|down)": mlx(8, 32)}), MLX_WRAPPED, "",
+    ),
+    "targets by name": (
+        GEMMA, BY_NAME,
+        by_name(
+            ct_integers(4, 128),
+            **dict.fromkeys((r"1\.mlp\.down", "q_proj"), ct_integers(8, None, layout="int-quantized")),
+            **{r"0\.mlp\.up": unquantized},
+        ),
+        WRAPPED, "",
+    ),
+    "GPTQ's dynamic": (GEMMA, GPTQ | {"dynamic": DYNAMIC}, by_name(gptq(), down_proj=gptq(8, 64)), WRAPPED, ""),
+    "experts": (EXPERTS, MODELOPT | {"quant_algo": "NVFP4"}, modelopt_nvfp4, WRAPPED, ".experts."),
+    "experts in moe": (
+        EXPERTS, ct_config(8, "float", "channel", "float-quantized"), fp8("rows"), WRAPPED, ".moe.experts.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_settings_of_published_folders(name, tmp_path):
+    raw, config, writer, begin, experts = PUBLISHED[name]
+
+    def stored_as(name):
+        return name.replace("model.", begin, 1).replace(".mlp.experts.", experts or ".mlp.experts.")
+
+    dense = write_layout(tmp_path, writer, config, raw=raw, stored_as=stored_as)
+    with opened(tmp_path) as checkpoint:
+        wrong = [key for key, meant in dense.items() if not checkpoint.tensor(key).float().equal(meant.float())]
+    assert not wrong
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_shared_layers": 2}, {"attention_k_eq_v": True}])
+def test_quantized_keys_and_values_that_no_layer_reads(changes, tmp_path):
+    settings = {"quant_method": "mlx", "bits": 4, "group_size": 64}
+    dense = write_layout(tmp_path, mlx(4, 64), settings, raw=GEMMA)
+    text = GEMMA["text_config"] | changes
+    write_config(tmp_path, {**GEMMA, "text_config": text, "quantization_config": settings})
+    with opened(tmp_path) as checkpoint:
+        assert checkpoint.tensor(f"{DOWN}.weight").equal(dense[f"{DOWN}.weight"])
 
 
 @pytest.mark.parametrize("name", ("gptq", "ct-w4a16", "fp8", "awq"))

@@ -10,6 +10,7 @@ import lawkit
 import pytest
 import torch
 from fixtures_gguf import bpe_keys, write_gguf
+from fixtures_layouts import fp8
 from fixtures_models import all_logits, load, make_runner, oracle_logits, published_experts
 from lawkit import SAMPLED, random_prompts, run, texts
 from safetensors.torch import load_file, save_file
@@ -43,13 +44,17 @@ TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
 def folders(request, tmp_path_factory):
     """A tiny model with its MTP block, and one without."""
     root, raw = tmp_path_factory.mktemp("qwen35"), {"dense": QWEN, "moe": MOE}[request.param]
-    lawkit.write_model(root / "target", seed=1, dtype="float32", **raw)
-    file = root / "target" / "model.safetensors"
-    config = parse_config(json.loads((root / "target" / "config.json").read_text()))
-    block = {n: torch.randn(s) * (0.1 if len(s) == 1 else s[1] ** -0.5) for n, s in mtp_shapes(config).items()}
-    save_file(published_experts({**load_file(file), **block}), file)
+    save_file(published_experts(with_block(root / "target", raw)), root / "target" / "model.safetensors")
     lawkit.write_model(root / "cut", seed=1, **raw)
     return root / "target", root / "cut"
+
+
+def with_block(folder, raw):
+    """Write a model, and return its tensors with those of an MTP block."""
+    lawkit.write_model(folder, seed=1, dtype="float32", **raw)
+    config = parse_config(json.loads((folder / "config.json").read_text()))
+    block = {n: torch.randn(s) * (0.1 if len(s) == 1 else s[1] ** -0.5) for n, s in mtp_shapes(config).items()}
+    return {**load_file(folder / "model.safetensors"), **block}
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -190,6 +195,42 @@ def test_a_block_in_a_file_that_no_index_names(folders, tmp_path, indexed):
         target = load_model(folder, ops.resolve())
         heads.append(load_mtp(folder, target, ops.resolve(), QuantScheme()).weights.fc)
     assert all(torch.equal(heads[0].parts[part], heads[1].parts[part]) for part in heads[0].parts)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTIZED = {"fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "mtp.fc"]}, fp8("block", "weight_scale_inv"))}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("raw", [QWEN, MOE], ids=["dense", "moe"])
+def test_the_block_of_a_quantized_folder(name, raw, tmp_path):
+    """It drafts as the matrices do that its codes and scales mean; the folder runs without it, too."""
+    config, writer = QUANTIZED[name]
+    sizes = dict.fromkeys([n for n in ("intermediate_size", *raw) if n.endswith("intermediate_size")], 160)
+    meant, stored, generator = with_block(tmp_path / "meant", raw | sizes), {}, torch.Generator().manual_seed(1)
+    for key, value in meant.items():
+        at = key.replace("model.", "model.language_model.", 1)
+        made, meant[key] = {at: value}, value
+        if key.endswith(("_proj.weight", "in_proj_qkv.weight")):
+            made, meant[key] = writer(value, at.removesuffix(".weight"), generator)
+        stored |= made
+    text = json.loads((tmp_path / "meant" / "config.json").read_text())
+    wrapped = {"architectures": [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")]}
+    for folder, tensors in ((tmp_path / "meant", meant), (tmp_path / "stored", stored)):
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "model.safetensors")
+    settings = wrapped | {"text_config": text, "quantization_config": config}
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(settings))
+    assert draft_choice("auto", str(tmp_path / "stored")) == SpecConfig("mtp")
+    found = []
+    for folder in (tmp_path / "meant", tmp_path / "stored"):
+        target = load_model(folder, ops.resolve("reference"), QuantScheme.parse("fp32"))
+        head = load_mtp(folder, target, ops.resolve("reference"), QuantScheme.parse("fp32"))
+        batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
+        states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
+        drafted = head.run(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)[0]
+        found.append(torch.cat([drafted, all_logits(target, TEXT[:9])]))
+    torch.testing.assert_close(*found)
 
 
 def test_a_block_beside_a_file_of_the_hub_drafts_too(folders, tmp_path):
