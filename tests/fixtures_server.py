@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from lawkit import MAX_LEN, MODEL_VOCAB, TEMPLATE
+from tokenizers import Tokenizer as HFTokenizer
 
 from sameseed.request import FinishReason, Metrics, SpecMetrics, TimeSplit
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
 from sameseed.server.frames import Ended
+from sameseed.server.text import TextCodec
 
 START = 120.0  # seconds at most, on a busy machine
 DONE = Ended(FinishReason.STOP, 1, Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0))
@@ -91,6 +96,20 @@ def visiting(app):
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
+def visitor(config):
+    """A client of an application whose engine was never started."""
+    app, _ = create_app(EngineClient("embedded", {}), config)
+    return visiting(app)
+
+
+def codec(pair, template=TEMPLATE, marks=()):
+    """The tiny pair's tokenizer as the server has it, with this chat template and `marks` as special tokens."""
+    backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
+    backend.add_special_tokens(list(marks))
+    config = json.dumps({"chat_template": template, "eos_token": "<|end|>"})
+    return TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, MODEL_VOCAB, MAX_LEN)
+
+
 async def until(condition):
     """Let the event loop run until the condition is true."""
     start = time.monotonic()
@@ -99,10 +118,10 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def pretender(*command, first=b""):
+def pretender(*command, first=b"", pids=None):
     """A function that starts `command` in place of a program of the server; "FD" in it becomes its end of the socket.
 
-    `first`: bytes that seem to come from the program at once.
+    `first`: bytes that seem to come from the program at once; `pids`: a list that gets the PID of each process.
     """
 
     def spawn():
@@ -112,6 +131,8 @@ def pretender(*command, first=b""):
             os.set_inheritable(theirs.fileno(), True)
             words = [word.replace("FD", str(theirs.fileno())) for word in command]
             pid = os.posix_spawnp(words[0], words, os.environ)
+        if pids is not None:
+            pids.append(pid)
         ours.setblocking(False)
         return pid, ours
 

@@ -7,7 +7,7 @@ import time
 from functools import partial
 
 import pytest
-from fixtures_server import DONE
+from fixtures_server import DONE, codec
 from prometheus_client import generate_latest
 
 from sameseed.request import FinishReason, Metrics, SamplingParams, SpecMetrics, TimeSplit
@@ -21,7 +21,6 @@ from sameseed.server.gate import Gate
 from sameseed.server.metrics import ServerMetrics
 from sameseed.server.protocol import ChatFields, CompletionFields
 from sameseed.server.replies import CompletionReply, event, speculation_metrics
-from sameseed.server.text import TextCodec
 
 
 class Recorded(CompletionReply):
@@ -70,9 +69,8 @@ async def answered(reply, pieces, prepared=0.0):
 
 @pytest.fixture(params=[True, False], ids=["streamed", "whole"])
 def job(pair, request):
-    text = TextCodec(pair.tokenizer.as_files(), 304, 256)
     fields = CompletionFields(prompt="x", logprobs=1, stream=request.param)
-    return partial(Recorded, Add("1", [[1]], SamplingParams()), fields, text)
+    return partial(Recorded, Add("1", [[1]], SamplingParams()), fields, codec(pair))
 
 
 def piece(text, scores=0, done=False):
@@ -176,10 +174,9 @@ def test_counters_outlive_an_engine():
 
 def test_an_event_is_one_line_to_whoever_splits_lines(pair):
     """Python's clients split lines as Unicode does. Covers all three ways to write an event."""
-    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     hostile = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n für 🙂"
     fields = ChatFields(messages=[{"role": "user", "content": "x"}])
-    reply = ChatReply(Add("r", [[1]], SamplingParams()), fields, text, model=hostile)
+    reply = ChatReply(Add("r", [[1]], SamplingParams()), fields, codec(pair), model=hostile)
     reply.take(Piece(0, hostile, [5], [None], [], [], None))
     events = [*reply.begin(), *reply.events(Piece(0, hostile, [5], [None], [], [], None))]
     events += [event({"text": hostile}, "x"), *reply.fail(ApiError(503, hostile), "id")]
@@ -193,9 +190,8 @@ def test_an_event_is_one_line_to_whoever_splits_lines(pair):
 
 def test_a_stream_tells_the_prompt_once_also_after_its_scores(pair):
     """Scores of a long prompt come in pieces of their own, before the first token."""
-    text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256)
     fields = CompletionFields(prompt=[5, 6], echo=True, logprobs=0, return_token_ids=True)
-    reply = CompletionReply(Add("r", [[5, 6]], SamplingParams()), fields, text, echoes=["ab"])
+    reply = CompletionReply(Add("r", [[5, 6]], SamplingParams()), fields, codec(pair), echoes=["ab"])
     scores = Piece(0, "", [], [], [], [[6, -1.0, []]], None)
     tokens = [Piece(0, "c", [7], [None], [[7, -1.0, []]], [], None, [at]) for at in range(2)]
     told = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sameseed.config import SpecConfig, parse_draft
-from sameseed.request import Delta, SamplingParams, Speculation, TokenLogprob
+from sameseed.request import Delta, SamplingParams, TokenLogprob
 from sameseed.server import frames
 
 UNPACKER = frames.Unpacker(frames.ToEngine)
@@ -75,17 +75,6 @@ def through(frame):
     """A frame as the other side decodes it."""
     (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).each(io.BytesIO(frames.pack(frame)))
     return made
-
-
-def test_requests_survive():
-    numbers = {"max_tokens": 7, "min_tokens": 2, "top_k": 4, "seed": 2**63 - 1, "n": 3, "logprobs": 0}
-    numbers |= {"temperature": 0.3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1.0}
-    lists = {"logit_bias": {3: -1.5, 9: 2.0}, "stop": ("a", "ü"), "stop_token_ids": (4,)}
-    lists |= {"allowed_token_ids": (1, 2), "banned_token_ids": (2,), "ignore_eos": True, "frequency_penalty": 0.5}
-    for params in (SamplingParams(), SamplingParams(**numbers, **lists)):
-        for own in (None, Speculation("off"), Speculation("fixed", 3), Speculation(None, 0)):
-            sent = frames.Add("r", [[1, 2], [2**31 - 1]], params, "t", own, True, ["a"], -3, "key", True, "o")
-            assert through(sent) == sent
 
 
 def test_settings_survive():

@@ -1,14 +1,19 @@
 """The gate, the keys and the settings: how much is admitted, from which tenant, and where the server may listen."""
 
 import asyncio
+import hmac
 import json
 import logging
+import random
 import shlex
+import time
 
 import pytest
+from fixtures_server import visiting
 
 from sameseed.errors import ConfigError
-from sameseed.server import gate as gates
+from sameseed.server import config as configs, gate as gates
+from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
@@ -181,3 +186,25 @@ async def test_keys_are_read_again(tmp_path, caplog):
     file.chmod(0o644)
     made.reload()
     assert "chmod 600" in caplog.text
+
+
+async def test_a_clock_that_jumps_ends_nothing(monkeypatch):
+    rng = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: rng.choice([0.0, 4e9, 1.7e9]))
+    app, service = create_app(EngineClient("x", {}), ServerConfig())
+    async with visiting(app) as http:
+        for _ in range(20):
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+    assert service.gate.num_inside == 0
+
+
+def test_every_key_is_compared_whatever_matches(monkeypatch):
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(configs.hmac, "compare_digest", lambda a, b: (compared.append((a, b)), real(a, b))[1])
+    keys = Keys(("first-key-1", "second-key-2", "third-key-33"))
+    for given in (b"first-key-1", b"third-key-33", b"", b"wrong"):
+        compared.clear()
+        keys.tenant(given)
+        assert len(compared) == 3 and all(len(a) == len(b) == 32 for a, b in compared), "digests of one length"

@@ -1,15 +1,18 @@
-"""The routes without an engine: keys on every path except /health, hosts, sizes, and errors in one shape everywhere."""
+"""The routes without an engine: keys, hosts, sizes, errors in one shape everywhere, and the playground's page."""
 
 import asyncio
+import base64
+import hashlib
 import re
+from html.parser import HTMLParser
 from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import visiting
+from fixtures_server import visiting, visitor
 
 from sameseed.server import connection
-from sameseed.server.app import create_app
+from sameseed.server.app import PAGE, create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.limits import MAX_BODY
@@ -17,12 +20,6 @@ from sameseed.server.limits import MAX_BODY
 KEY = "a-key-for-the-test"
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 WRITING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-
-
-def visitor(config):
-    """A client of an application whose engine was never started."""
-    app, _ = create_app(EngineClient("embedded", {}), config)
-    return visiting(app)
 
 
 @pytest.fixture
@@ -56,7 +53,7 @@ async def test_every_route_but_health_wants_a_key():
     assert paths >= {*WRITING, "/version", "/metrics", "/tokenize", "/openapi.json", "/v1/models/x"}
     methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE")
     routes = [(method, path) for path in sorted(paths) for method in methods]
-    routes += [("GET", p) for p in ("/nowhere", "//", "//health", "/health/", "/HEALTH")]
+    routes += [("GET", p) for p in ("/nowhere", "//", "/%2e%2e/", "/index.html", "//health", "/health/", "/HEALTH")]
     routes += [("POST", "/health"), ("POST", "/ready"), ("POST", "/")]
     async with visiting(app) as client:
         for method, path in routes:
@@ -97,7 +94,8 @@ async def test_other_names_of_this_machine_are_refused(open_):
     for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"):
         assert (await open_.get("/version", headers={"host": host})).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "localhost@evil.example", ""):
-        is_error(await open_.get("/version", headers={"host": host}), 403)
+        for path in ("/version", "/"):
+            is_error(await open_.get(path, headers={"host": host}), 403)
     async with visitor(ServerConfig(allowed_hosts=("My.Machine",))) as named:
         assert (await named.get("/version", headers={"host": "my.machine:80"})).status_code == 200
 
@@ -200,19 +198,87 @@ async def test_other_names_of_the_model():
         is_error(await client.post("/detokenize", json={"tokens": [1], "model": "c"}), 404)
 
 
-async def test_pages_of_other_sites_may_call_where_the_operator_says_so():
-    asks = {"origin": "http://page.example", "access-control-request-method": "POST"}
-    async with visitor(ServerConfig(cors=("http://page.example",))) as client:
-        leave = await client.options("/v1/completions", headers=asks)
-        assert leave.headers["access-control-allow-origin"] == "http://page.example"
-        other = await client.get("/version", headers={"origin": "http://evil.example"})
-        assert "access-control-allow-origin" not in other.headers
+PAGE_OF_OTHERS, EVIL = "http://page.example", "http://evil.example"
 
 
-async def test_cross_origin_requests_get_no_leave(open_):
-    response = await open_.options(
-        "/v1/completions", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
-    )
-    assert response.status_code == 405
-    response = await open_.get("/version", headers={"origin": "http://evil.example"})
-    assert not [h for h in response.headers if h.startswith("access-control")]
+@pytest.mark.parametrize(
+    ("cors", "origin", "status", "leave"),
+    [
+        ((), EVIL, 405, None),
+        ((PAGE_OF_OTHERS,), EVIL, 400, None),
+        ((PAGE_OF_OTHERS,), PAGE_OF_OTHERS, 200, PAGE_OF_OTHERS),
+    ],
+)
+async def test_pages_of_other_sites_may_call_where_the_operator_says_so(cors, origin, status, leave):
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    async with visitor(ServerConfig(cors=cors)) as client:
+        assert (await client.options("/v1/completions", headers=asks)).status_code == status
+        response = await client.get("/version", headers={"origin": origin})
+        assert response.headers.get("access-control-allow-origin") == leave
+
+
+class Elements(HTMLParser):
+    """Collects tags with their attributes, and the text of scripts and styles."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.inline: dict[str, list[str]] = {"script": [], "style": []}
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.lasttag in self.inline and data.strip():
+            self.inline[self.lasttag].append(data)
+
+
+def elements():
+    made = Elements()
+    made.feed(PAGE.read_text(encoding="utf-8"))
+    return made
+
+
+async def test_the_page_is_the_same_for_everybody():
+    """The page needs no key, since a browser has none to send; so it must not say anything about this server."""
+    secret = ServerConfig(host="0.0.0.0", keys=Keys((KEY,)), model_name="a-secret-name")
+    pages = []
+    for config in (ServerConfig(), secret):
+        async with visitor(config) as client:
+            response = await client.get("/")
+            assert response.status_code == 200
+            assert response.headers["content-type"] == "text/html; charset=utf-8"
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["x-frame-options"] == "DENY"
+            assert response.headers["referrer-policy"] == "no-referrer"
+            assert not [h for h in response.headers if h.startswith("access-control") or h == "set-cookie"]
+            pages.append(response.content)
+    assert pages[0] == pages[1] == PAGE.read_bytes()
+
+
+async def test_the_browser_is_told_what_the_page_may_do():
+    async with visitor(ServerConfig()) as client:
+        header = (await client.get("/")).headers["content-security-policy"]
+    rules = dict(rule.split(" ", 1) for rule in header.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
+    assert rules["connect-src"] == "'self'" and rules["img-src"] == "data:"
+    assert rules["require-trusted-types-for"] == "'script'" and rules["trusted-types"] == "'none'"
+    assert "unsafe" not in header and "*" not in header and "http" not in header
+    for kind, texts in elements().inline.items():
+        digests = [base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in texts]
+        assert len(texts) == 1, "each is one block, which the rule names by its hash"
+        assert rules[f"{kind}-src"].split() == [f"'sha256-{d}'" for d in digests]
+
+
+async def test_the_page_has_no_handlers_no_styles_in_attributes_and_nothing_from_outside():
+    made = elements()
+    assert len(made.found) > 50
+    for tag, attributes in made.found:
+        assert tag not in ("iframe", "object", "embed", "base", "img", "video", "audio"), tag
+        assert not [a for a in attributes if a.startswith("on") or a in ("style", "src", "action", "srcset")], tag
+        if tag in ("script", "style"):
+            assert not attributes
+        href = attributes.get("href")
+        assert href is None or href.startswith(("#", "data:image/svg+xml,")), href
+    outside = re.findall(r"https?://\S+", PAGE.read_text(encoding="utf-8"))
+    assert all("www.w3.org/2000/svg" in url for url in outside), "names of a namespace only"

@@ -11,7 +11,7 @@ import pytest
 from fixtures_server import pretender, until
 
 from sameseed.request import SamplingParams
-from sameseed.server import aside as asides, frames
+from sameseed.server import aside as asides, frames, helper
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import Guard
@@ -32,13 +32,7 @@ async def refused(waiting):
 
 async def test_who_is_being_prepared_when_the_server_ends_is_told():
     pids = []
-
-    def silent():
-        """Confirms its setup, and then never answers."""
-        pid, ours = pretender("sleep", "60", first=DONE)()
-        pids.append(pid)
-        return pid, ours
-
+    silent = pretender("sleep", "60", first=DONE, pids=pids)  # confirms its setup, and then never answers
     made = Helper(lambda: SETUP, 60.0, 8, silent)
     waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
     await until(lambda: pids)
@@ -59,12 +53,7 @@ async def test_nothing_is_started_after_the_end():
         time.sleep(0.3)
         return SETUP
 
-    def spawn():
-        pid, ours = pretender("sleep", "60", first=DONE)()
-        pids.append(pid)
-        return pid, ours
-
-    made = Helper(slow, 60.0, 8, spawn)
+    made = Helper(slow, 60.0, 8, pretender("sleep", "60", first=DONE, pids=pids))
     waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(2)]
     await asyncio.sleep(0.1)
     await made.close()
@@ -142,3 +131,29 @@ async def test_who_is_cut_off_before_an_answer_gets_one():
     task.cancel()
     await asyncio.wait_for(task, 10)
     assert counted == [sent[0]["status"]] == [503] and b"shutting down" in sent[1]["body"]
+
+
+async def test_a_helper_that_cannot_be_started_is_no_fault_of_the_request():
+    def short():
+        raise OSError(24, "Too many open files")
+
+    made = Helper(lambda: SETUP, 1.0, 8, short)
+    for _ in range(2):
+        with pytest.raises(ApiError) as caught:
+            await made.ask(RENDER, "messages")
+        assert caught.value.status == 503 and caught.value.retry_after
+    await made.close()
+
+
+def test_who_runs_the_programs_of_others_knows_no_secret(monkeypatch):
+    """Templates and grammars run in a process whose environment holds only what Python needs."""
+    started = []
+    monkeypatch.setattr(helper.process.os, "posix_spawn", lambda path, command, env, **more: started.append(env) or 1)
+    secret = {"SAMESEED_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "LC_ALL": "C.UTF-8"}
+    for name, value in secret.items():
+        monkeypatch.setenv(name, value)
+    for program in ("aside", "worker"):
+        helper.process.spawn(program)[1].close()
+    aside, worker = started
+    assert not secret.keys() - {"LC_ALL"} & aside.keys() and aside["LC_ALL"] == "C.UTF-8" and aside["PYTHONPATH"]
+    assert "SAMESEED_API_KEY" not in worker and worker["HF_TOKEN"] == "t", "who loads models may need it"

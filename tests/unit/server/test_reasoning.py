@@ -4,8 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from fixtures_server import DONE
-from tokenizers import Tokenizer as HFTokenizer
+from fixtures_server import DONE, codec
 
 from sameseed.models.harmony import Harmony, is_harmony
 from sameseed.request import SamplingParams
@@ -17,7 +16,6 @@ from sameseed.server.frames import Add, Piece
 from sameseed.server.protocol import ChatFields, ResponseFields, read
 from sameseed.server.reasoning import PARSERS, Thoughts, marks_for
 from sameseed.server.service import Service
-from sameseed.server.text import TextCodec
 from sameseed.server.tools import FORMATS, Call, Parser
 
 GPT, ANALYSIS = "<|start|>assistant", "<|channel|>analysis<|message|>"
@@ -114,19 +112,16 @@ CALLED = '<tool_call>{"name": "get", "arguments": '
 )
 async def test_a_server_reads_marks_by_its_template(pair, calls, template, thought, texts):
     """Reasoning and calls between marks that are special tokens, without any setting."""
-    backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
-    backend.add_special_tokens(["<|end|>", "<channel|>", "<|tool_call>", "</think>", "[THINK]"])
-    config = json.dumps({"chat_template": template, "eos_token": "<|end|>"})
-    codec = TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, 304, 256)
-    assert codec.calls == calls and is_harmony(template) == (calls == "openai")
+    text = codec(pair, template, ["<channel|>", "<|tool_call>", "</think>", "[THINK]"])
+    assert text.calls == calls and is_harmony(template) == (calls == "openai")
     tool = {"type": "function", "function": {"name": "get"}}
     asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
     client = EngineClient("x", {})
-    client.state, client.text = "ready", codec
+    client.state, client.text = "ready", text
     client.facts = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
     visit, fields = SimpleNamespace(size=0, id="0123456789", tenant=""), read(ChatFields, asked)
     service = Service(client, ServerConfig())
-    reply, _ = await service._prepared(visit, fields, codec, ChatReply)
+    reply, _ = await service._prepared(visit, fields, text, ChatReply)
     assert not fields.skip_special_tokens
     events = list(reply.begin())
     for at, said in enumerate(texts):
@@ -160,9 +155,7 @@ def test_marks_are_those_of_the_setting_or_the_template(template, calls, setting
 
 @pytest.fixture(scope="module")
 def text(pair):
-    files = dict(pair.tokenizer.as_files())
-    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
-    return TextCodec({**files, "tokenizer_config.json": json.dumps(config)}, 304, 256)
+    return codec(pair, TEMPLATE)
 
 
 PIECES = [("<thi", [0]), ("nk>why", [4]), ("</think>so", [10]), (" be it", [20])]

@@ -6,16 +6,15 @@ import json
 import threading
 
 import pytest
-from fixtures_server import until, visiting
+from fixtures_server import codec, until, visiting
 
-from sameseed.server import conversation, frames, gate as gates, limits, protocol, structured
+from sameseed.server import conversation, frames, gate as gates, limits, protocol, structured, text as texts
 from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 from sameseed.server.connection import INLINE
 from sameseed.server.errors import ApiError
 from sameseed.server.protocol import ChatFields
-from sameseed.server.text import TextCodec
 
 HELLO = {"role": "user", "content": "hi"}
 FACTS = {"max_num_seqs": 4, "method": "none", "num_draft_tokens": 0, "max_model_len": 256}
@@ -40,7 +39,7 @@ async def served(pair):
     """An application whose engine accepts nothing: a prepared request gets a 503."""
     client, helper = EngineClient("embedded", {}), Waiting()
     client.state, client.facts, client._templates = "ready", dict(FACTS), helper
-    client.text = TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
+    client.text = texts.TextCodec(pair.tokenizer.as_files(), pair.target.config.vocab_size, 256, client.render)
     app, service = create_app(client, ServerConfig())
     client._over = True
     async with visiting(app) as http:
@@ -165,3 +164,30 @@ async def test_the_clock_of_a_request_starts_when_it_arrives(served):
     late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
     assert service.gate.num_inside == 0
+
+
+async def test_long_texts_are_cut_up_elsewhere(pair, monkeypatch):
+    """Tokenizing and templating one request must not block the event loop for the others."""
+    text = codec(pair)
+    threads = []
+
+    def noted(name):
+        real = getattr(text.tokenizer, name)
+        return lambda *a, **k: (threads.append(threading.current_thread().name), real(*a, **k))[1]
+
+    for name in ("encode", "render_chat", "decode"):
+        monkeypatch.setattr(text.tokenizer, name, noted(name))
+    beats = 0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0)
+
+    beating = asyncio.create_task(beat())
+    await text.encode("the sum of " * texts.INLINE * 20, True)
+    await text.encode(frames.Render([{"role": "user", "content": "x" * texts.INLINE}], [], {}))
+    await text.spelt([[5] * (texts.INLINE + 1)])
+    beating.cancel()
+    assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
