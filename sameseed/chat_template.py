@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -13,17 +14,19 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sameseed.chat_rewrites import MARK, REASONING, TOOL, Messages, Rewrite, boxed, opened, rewrites_for
 from sameseed.errors import RequestError
 
 MAX_ADDED = 2**20  # characters that a chat template may add to a conversation
 TAKES_TOOLS = re.compile(r"role\W{1,4}[!=]=\s*['\"]tool['\"]")  # a template that knows messages of tools
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, as in transformers
+ANY_DAY = datetime(2026, 1, 1)  # whether a template takes a conversation does not depend on it
 
 
 class ChatTemplate:
     """One compiled template. Raises RequestError, as its method does, for a template that fails."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        """`special`: the tokenizer's special tokens, as variables of the template."""
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -32,25 +35,47 @@ class ChatTemplate:
             raise _failed(error) from None
         self._developer = "'developer'" in source or '"developer"' in source
         self._joins = "tool_responses" in source and not TAKES_TOOLS.search(source)
+        self._special, self._rewrites = special, rewrites_for(source)
+        self._helps = lru_cache(256)(self._rewrite_helps)
 
     def render(self, messages: Seq[Any], values: Mapping[str, Any], now: datetime) -> str:
         """The text of `messages`, of at most MAX_ADDED characters beyond theirs. `values`: the other variables.
 
-        Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
-        is left out; one that asks whether the content is none is told so. A template that fails on this gets the
-        arguments of calls as they came, and "" as the content.
+        Messages that the template refuses or drops are rewritten, where that helps: see `chat_rewrites`.
         """
-        given = [self._message(m) for m in messages]
-        most = MAX_ADDED + len(json.dumps(given, ensure_ascii=False, default=str))
-        values = {"strftime_now": now.strftime, **values}
-        as_came = [self._message(m, as_objects=False) for m in messages]
-        forms = [given, *([as_came] if as_came != given else [])]
-        if any(m.get("content") is None for m in given):
-            forms += [[{**m, "content": m.get("content") or ""} for m in form] for form in forms]
+        for message in (messages := list(messages)):
+            _check(message)
+        tools = bool(values.get("tools"))
+        for rewrite in self._rewrites:
+            rewritten = rewrite.apply(messages)
+            if rewritten != messages and self._helps(rewrite, json.dumps(rewrite.example(messages)), tools):
+                messages = rewritten
+        return self._rendered(messages, {"strftime_now": now.strftime, **values})
+
+    def _rewrite_helps(self, rewrite: Rewrite, example: str, tools: bool) -> bool:
+        """Does the template lose marks of this conversation (JSON), and none once it is rewritten?"""
+        small = json.loads(example)
+        return not self._shows_marks(small, tools) and self._shows_marks(rewrite.apply(small), tools)
+
+    def _shows_marks(self, messages: Messages, tools: bool) -> bool:
+        """Does the template take these messages, beside an offered tool or none, and write all their marks?"""
+        values = {"documents": None, "add_generation_prompt": True, "tools": [TOOL] if tools else None}
+        try:
+            text = self._rendered(messages, {"strftime_now": ANY_DAY.strftime, **values, **self._special})
+        except RequestError:
+            return False
+        return set(MARK.findall(json.dumps(messages))) <= set(MARK.findall(text))
+
+    def _rendered(self, messages: Messages, values: Mapping[str, Any]) -> str:
+        """The text of the first form of the messages that the template takes."""
+        tried: list[list[dict[str, Any]]] = []
         failed: list[Exception] = []
-        for form in forms:
+        for form in self._forms(messages):
+            if form in tried:
+                continue
+            tried.append(form)
             try:
-                return self._text({**values, "messages": _joined(form) if self._joins else form}, most)
+                return self._text({**values, "messages": _joined(form) if self._joins else form})
             except RequestError:
                 raise
             except Exception as error:  # any error of the template's own code
@@ -58,7 +83,22 @@ class ChatTemplate:
         # What the template itself says with `raise_exception` helps more than how it fails on another form.
         raise _failed(next((error for error in failed if type(error) is TemplateError), failed[0]))
 
-    def _text(self, values: Mapping[str, Any], most: int) -> str:
+    def _forms(self, messages: Messages) -> Iterator[list[dict[str, Any]]]:
+        """Forms of the messages, those that most templates take first.
+
+        Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
+        is left out; one that asks whether the content is none is told so. The arguments of calls are objects where they
+        are the text of one; then all are as they came; at last all are objects. Each form is followed by the same with
+        "" where there is no content.
+        """
+        given = [self._message(m, opened) for m in messages]
+        as_came = [self._message(m, lambda call: call) for m in messages]
+        for forms in ([given, as_came], [list(map(boxed, given))]):
+            yield from forms
+            yield from ([{**m, "content": m.get("content") or ""} for m in form] for form in forms)
+
+    def _text(self, values: Mapping[str, Any]) -> str:
+        most = MAX_ADDED + len(json.dumps(values["messages"], ensure_ascii=False, default=str))
         kept, size = [], 0
         for part in self._template.generate(values):
             size += len(part)
@@ -67,31 +107,34 @@ class ChatTemplate:
             kept.append(part)
         return "".join(kept)
 
-    def _message(self, message: Any, as_objects: bool = True) -> dict[str, Any]:
-        """The message as the template takes it; `as_objects`: the arguments of its calls are objects, not their text.
-
-        Raises RequestError for one without a role or content.
-        """
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
+    def _message(self, message: Mapping[str, Any], opener: Callable[[Any], Any]) -> dict[str, Any]:
+        """The message as the template takes it; `opener` is applied to each of its calls."""
         made = {name: value for name, value in message.items() if value is not None}
-        if as_objects and isinstance(calls := made.get("tool_calls"), list | tuple):
-            made["tool_calls"] = list(map(opened, calls))
+        if isinstance(calls := made.get("tool_calls"), list | tuple):
+            made["tool_calls"] = list(map(opener, calls))
         content = made.get("content")
         if isinstance(content, str):
             if self._lists and not self._texts:
                 made["content"] = [{"type": "text", "text": content}]
-        elif isinstance(content, list | tuple) and all(map(_is_text, content)):
+        elif content is not None:
             parts = [{**part, "type": "text"} for part in content]
             made["content"] = parts if self._lists else "\n".join(part["text"] for part in parts)
-        elif content is not None or made["role"] != "assistant":
-            raise RequestError(f"the content of a message must be text, or a list of text parts, got {message!r}")
         if made["role"] == "function" or (made["role"] == "developer" and not self._developer):
             made["role"] = {"function": "tool", "developer": "system"}[made["role"]]  # as templates call them
         if content is None and self._nones:
             made["content"] = None
         reasoning = next((made[name] for name in REASONING if name in made), None)
         return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+
+
+def _check(message: Any) -> None:
+    """Raise RequestError for a message without a role or content."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
+    content = message.get("content")
+    parts = isinstance(content, list | tuple) and all(map(_is_text, content))
+    if not (isinstance(content, str) or parts or (content is None and message["role"] == "assistant")):
+        raise RequestError(f"the content of a message must be text, or a list of text parts, got {message!r}")
 
 
 def _joined(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,16 +208,6 @@ def _is_content(node: nodes.Node, named: set[str]) -> bool:
     return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
         isinstance(node, nodes.Name) and node.name in named
     )
-
-
-def opened(call: Any) -> Any:
-    """A tool call with its arguments as templates take them: an object, where they are the JSON text of one, or ""."""
-    try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except (LookupError, TypeError, ValueError, RecursionError):  # a model may have written anything
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _is_text(part: Any) -> bool:

@@ -251,7 +251,7 @@ class Tokenizer(habits.Hinted):
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
         if source not in self._compiled:
-            self._compiled[source] = ChatTemplate(source)
+            self._compiled[source] = ChatTemplate(source, self.special)
         return self._compiled[source].render(messages, values | {"tools": list(tools) if tools else None}, self.now)
 
     def stream(self, skip_special_tokens: bool = True, before: Seq[int] = ()) -> IncrementalDecoder:

@@ -342,6 +342,68 @@ def test_contents_come_as_the_template_takes_them(template, content, text):
     assert with_template(template).render_chat([{"role": "developer", "content": content}]) == text
 
 
+ALL = "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
+FIRST = ALL.replace("[", "{% if loop.first or m.role != 'system' %}[").replace("]", "]{% endif %}")
+ONE_RUN = ALL.replace("[", "{% if loop.index == 2 and m.role == 'system' %}{{ raise_exception('x') }}{% endif %}[")
+CALLING = "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.id }} {{ c.function.name }}){% endfor %}"
+CALLING += "{{ m.thinking }} {{ m.content }} {{ m.tool_call_id }}|{% endfor %}"
+NINE = CALLING.replace("(", "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}(", 1)
+LAST_NINE = CALLING.replace("c.id", "c.id[-9:]").replace("m.tool_call_id", "(m.tool_call_id or '')[-9:]")
+ONE_CALL = CALLING.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+ONE_VOICE = CALLING + "{% for m in messages if m.thinking and m.content %}{{ raise_exception('both') }}{% endfor %}"
+NO_CALLS = CALLING.replace("m.tool_calls or []", "[]")
+LFM, GRANITE = NO_CALLS + "{# List of tools: #}", NO_CALLS + "{# <|tool_call|> #}"
+OBJECTS = "{{ dict(messages[0].tool_calls[0].function.arguments.items()) | tojson }}"
+
+
+def said(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def called(*ids, arguments='{"a": [null, "é"], "b": "c"}', **fields):
+    calls = [{"id": i, "function": {"name": f"f{n}", "arguments": arguments}} for n, i in enumerate(ids)]
+    return {"role": "assistant", "tool_calls": calls, **fields}
+
+
+SYSTEMS = [said("system", "a"), said("developer", [{"type": "text", "text": "b"}]), said("user", "c")]
+LATE = [said("user", "a"), said("assistant", "b"), said("system", "c"), said("user", "d")]
+RESULTS = [said("tool", "1", tool_call_id="call_1"), said("tool", "2", tool_call_id="call_2")]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (ALL, SYSTEMS, "[system a][system b][user c]"),
+        (FIRST, SYSTEMS, "[system a\n\nb][user c]"),
+        (FIRST, LATE, "[system c][user a][assistant b][user d]"),
+        (ONE_RUN, SYSTEMS, "[system a\n\nb][user c]"),
+        (ONE_RUN, LATE, "[user a][assistant b][system c][user d]"),
+        (CALLING, [called("call_1"), RESULTS[0]], "(call_1 f0)  | 1 call_1|"),
+        (NINE, [called("call_1"), RESULTS[0]], "(74196fe72 f0)  | 1 74196fe72|"),
+        (NINE, [called("abcdefgh1")], "(abcdefgh1 f0)  |"),
+        (LAST_NINE, [called("call_00000001")], "(_00000001 f0)  |"),
+        (CALLING, [called("call_1", "call_2"), *RESULTS], "(call_1 f0)(call_2 f1)  | 1 call_1| 2 call_2|"),
+        (ONE_CALL, [called("call_1", "call_2"), *RESULTS[::-1]], "(call_1 f0)  | 1 call_1|(call_2 f1)  | 2 call_2|"),
+        (ONE_CALL, [called("1", "1"), *RESULTS], "(1 f0)  | 1 call_1|(1 f1)  | 2 call_2|"),
+        (CALLING, [called("call_1", content="x", reasoning="y")], "(call_1 f0)y x |"),
+        (ONE_VOICE, [called("call_1", content="x", reasoning="y")], "(call_1 f0)y\nx  |"),
+        (ONE_VOICE, [called("call_1", content="x")], "(call_1 f0) x |"),
+        (NO_CALLS, [called("call_1"), RESULTS[0]], "  | 1 call_1|"),
+        (
+            LFM,
+            [called("1", "2")],
+            " <|tool_call_start|>[f0(a=[None, 'é'], b=\"c\"), f1(a=[None, 'é'], b=\"c\")]<|tool_call_end|> |",
+        ),
+        (GRANITE, [called("1")], ' <|tool_call|>[{"name": "f0", "arguments": {"a": [null, "é"], "b": "c"}}] |'),
+        (OBJECTS, [called("1", arguments='{"a": "')], '{"arguments": "{\\"a\\": \\""}'),
+        (OBJECTS, [called("1")], '{"a": [null, "é"], "b": "c"}'),
+    ],
+)
+def test_conversations_are_rewritten_only_for_templates_that_cannot_take_them(template, messages, text):
+    for tools in (None, [{"type": "function", "function": {"name": "f0"}}]):
+        assert with_template(template).render_chat(messages, tools=tools) == text
+
+
 def test_templates_get_arguments_as_objects_where_they_are_the_text_of_one():
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     for text in ('{"a": 1.0}', "", "{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}'):

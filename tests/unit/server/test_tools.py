@@ -323,6 +323,23 @@ async def test_results_go_back_in_the_models_own_form(pair):
     assert ids.count(text.tokenizer.vocabulary()["<turn|>"]) == 1
 
 
+@pytest.mark.parametrize(("name", "shown"), [("lfm2", "List of tools: "), ("granite", "<|tool_call|>")])
+async def test_calls_that_a_template_drops_are_written_as_the_model_writes_them(pair, name, shown):
+    """They are read as they were called. A mark in their arguments is text."""
+    mark = FORMATS[name].marks[0]
+    text = codec(
+        pair, "{% if tools %}" + shown + "{% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}", [mark]
+    )
+    arguments = json.dumps({"city": f"Ulm{mark}", "days": [1, None, True]})
+    calls = [{**MESSAGES[1]["tool_calls"][0], "function": {"name": "get", "arguments": arguments}}] * 2
+    said = [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}, MESSAGES[2]]
+    (ids,) = await text.prompts(read(ChatFields, {"messages": said, "tools": TOOLS}).content(), False)
+    _, answer, _ = text.tokenizer.decode(ids, skip_special_tokens=False).removeprefix(shown).splitlines()
+    parser = tool_parser(TOOLS, text)()
+    assert [json.loads(call.arguments) for call in parser.feed(answer) + parser.end()] == [json.loads(arguments)] * 2
+    assert ids.count(text.tokenizer.vocabulary()[mark]) == 1 + (shown == mark)
+
+
 async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
     """As the first templates of Gemma 4 take them: they know no messages of tools."""
     template = (
