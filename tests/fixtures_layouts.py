@@ -134,6 +134,19 @@ def awq(group=128):
     return write
 
 
+def auto_round(writer):
+    """GPTQ's or AWQ's tensors as AutoRound writes them: every second scale below 0, without g_idx."""
+
+    def write(weight, name, generator):
+        stored, meant = writer(weight, name, generator)
+        signs = torch.tensor([1.0, -1.0]).repeat(weight.shape[0] // 2)
+        scales = stored[f"{name}.scales"] * signs.half()
+        codes = {n: stored[n] for n in (f"{name}.qweight", f"{name}.qzeros")}
+        return codes | {f"{name}.scales": scales}, meant * signs[:, None]
+
+    return write
+
+
 def tiled(codes, rows, order):
     """Codes [O, K] as Marlin's B int32 [K / 16, 2 O], written one code after the other.
 
@@ -250,6 +263,16 @@ def fp8(scales, suffix="weight_scale", dtype=torch.float8_e4m3fn):
             wide = scale.repeat_interleave(128, 0)[:height].repeat_interleave(128, 1)[:, :width]
         codes = (weight / wide).clamp(-largest, largest).to(dtype)
         return {f"{name}.weight": codes, f"{name}.{suffix}": scale}, codes.float() * wide
+
+    return write
+
+
+def with_input_scale(writer):
+    """The tensors of `writer`, and a static scale of activations that is not read."""
+
+    def write(weight, name, generator):
+        stored, meant = writer(weight, name, generator)
+        return stored | {f"{name}.input_scale": torch.tensor(0.5)}, meant
 
     return write
 

@@ -16,7 +16,7 @@ from sameseed.models.layouts.base import Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.floats import Fp8, ModelOpt, Mxfp4
-from sameseed.models.layouts.gptq import AwqLayout, GptqLayout, MarlinLayout, QqqLayout
+from sameseed.models.layouts.gptq import AwqLayout, GptqLayout, MarlinLayout, QqqLayout, auto_round
 from sameseed.models.layouts.mlx import Mlx
 from sameseed.models.layouts.sameseed import Own
 
@@ -32,6 +32,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
     "marlin": MarlinLayout,
     "qqq": QqqLayout,
     "awq": AwqLayout,
+    "auto-round": auto_round,
     "bitsandbytes": BitsAndBytes,
     "fp8": Fp8,
     "fbgemm_fp8": Fp8,

@@ -33,6 +33,7 @@ from sameseed.models.layouts.patterns import covers
 from sameseed.scheme import QuantScheme, QuantTensor
 
 FORMATS = {"F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2"}
+ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of TensorRT Model Optimizer
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
@@ -152,11 +153,13 @@ class ModelOpt(Layout):
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         inner = config.get("quantization")
         settings = inner if isinstance(inner, dict) else config
-        self.where, self.method = where, settings.get("quant_algo")
-        if self.method not in ("FP8", "NVFP4"):
+        self.where, parts, layers = where, [settings], settings.get("quantized_layers")
+        if settings.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, dict):
+            parts = [part for part in layers.values() if isinstance(part, dict)]
+        if unknown := {str(part.get("quant_algo")).upper()[:40] for part in parts}.difference(ALGORITHMS):
             raise ModelLoadError(
-                f"{where}: checkpoints of quant_algo {str(self.method)[:40]!r} cannot be read; FP8 and NVFP4 can: take "
-                "another, or the unquantized model and --format"
+                f"{where}: checkpoints of quant_algo {min(unknown)!r} cannot be read; {', '.join(ALGORITHMS)} and "
+                "mixtures of these can: take another, or the unquantized model and --format"
             )
         lists = [listed(settings.get(n), f"{where}: {n}") for n in ("exclude_modules", "ignore")]
         self.skip = [name for names in lists for name in names]
@@ -167,7 +170,7 @@ class ModelOpt(Layout):
             return None
         if any(fnmatchcase(name, s) or covers(s, name) for s in self.skip):
             raise ModelLoadError(f"{self.where} excludes {name}, and its tensor is {files.kind(weight)[0]}")
-        if self.method == "NVFP4":
+        if files.kind(weight)[0] == "U8":
             return nvfp4(name, shape, files, "weight", "weight_scale_2", inverse=False)
         return float8(name, shape, files, None, f"{weight}_scale")
 

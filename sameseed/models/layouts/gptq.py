@@ -10,8 +10,10 @@ threads hold outputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,12 +33,19 @@ from sameseed.models.layouts.base import (
     stored,
     unpacked,
 )
-from sameseed.models.layouts.patterns import fits
+from sameseed.models.layouts.patterns import fits, spellings
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # places of codes 0..7 in an int32: of outputs in AWQ, of a thread in Marlin
 DEPTH, HEIGHT = 16, 64  # size of a tile along K and along O
 HALVES = [1, 3, 5, 7, 0, 2, 4, 6]  # the same for kernels that read codes in the upper halves of bytes
 ZERO = 8
+# AutoRound's packing_format -> the layout that has the same tensors.
+PACKINGS = {
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:awq": "awq",
+}
 REMEDY = "store it as gptq, or use the unquantized model and --format"
 
 
@@ -61,7 +70,10 @@ def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings
 
 
 class GptqLayout(Layout):
-    """Settings for all matrices; `overrides` from `dynamic`: expressions with changed settings, or None for dense."""
+    """Settings for all matrices; `overrides` from `dynamic`: expressions with changed settings, or None for dense.
+
+    `by_name`: changed settings of single modules, which come first.
+    """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = config.get("checkpoint_format") or "gptq"
@@ -82,12 +94,14 @@ class GptqLayout(Layout):
             left_out = pattern.startswith("-:")
             changed = None if left_out else _settings(changes, self.settings, f"{where}: dynamic {pattern}")
             self.overrides.append((text, changed))
+        self.by_name: dict[str, GptqSettings] = {}
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         if f"{name}.qweight" not in files:
             return None  # dense; or missing, which the check of dense tensors reports
+        own = (self.by_name[n] for n in spellings(name) if n in self.by_name)
         changes = (changed for pattern, changed in self.overrides if fits(f"re:{pattern}", name))
-        s = next(changes, self.settings)
+        s = next(chain(own, changes), self.settings)
         if s is None:
             raise ModelLoadError(f"{self.where}: {name} is not to be quantized, but tensor {name}.qweight is there")
         (height, width), per = shape, 32 // s.bits
@@ -183,6 +197,34 @@ class AwqLayout(Layout):
 
         kept = keep("int4", width, self.group, symmetric=False)
         return stored(tensors, kept, parts, width, self.group, "AWQ")
+
+
+def auto_round(config: Mapping[str, Any], where: str) -> Layout:
+    """The layout of a checkpoint of AutoRound (Cheng et al., 2023): AWQ's, or GPTQ's with settings in `extra_config`.
+
+    A key of `extra_config` is the name of a module or an expression, which may match a part of the name.
+    """
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    version = PACKINGS.get(packing.replace(":auto_", ":"))
+    if version is None or config.get("data_type", "int") != "int":
+        raise ModelLoadError(
+            f"{where}: AutoRound's packing_format {packing[:80]!r} of data_type {str(config.get('data_type'))[:40]!r} "
+            f"cannot be read; integers in auto_round:auto_gptq, auto_round:auto_awq and auto_round can: {REMEDY}"
+        )
+    if version == "awq":
+        return AwqLayout(config, where)
+    extra = config.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(changes, dict) for changes in extra.values()):
+        raise ModelLoadError(f"{where}: extra_config must hold objects by name, got {str(extra)[:80]}")
+    extra = {name: changes for name, changes in extra.items() if changes.get("bits") not in (16, 32)}  # those are dense
+    single = {name: changes for name, changes in extra.items() if re.fullmatch(r"[\w.]+", name)}
+    dynamic = {f".*(?:{text})": changes for text, changes in extra.items() if text not in single}
+    # Where all zero points are in the middle, both versions are read alike, whatever the file calls itself.
+    version = "gptq" if config.get("sym", True) else version
+    layout = GptqLayout({**config, "checkpoint_format": version, "dynamic": dynamic}, where)
+    for name, changes in single.items():
+        layout.by_name[name] = _settings(changes, layout.settings, f"{where}: extra_config {name[:80]}")
+    return layout
 
 
 def _ordered(packed: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures_layouts import (
     RAW,
+    auto_round,
     awq,
     bnb_int8,
     bnb_nf4,
@@ -24,6 +25,7 @@ from fixtures_layouts import (
     packed,
     qqq,
     unquantized,
+    with_input_scale,
     write_dense,
     write_layout,
 )
@@ -39,6 +41,8 @@ from sameseed.scheme import get
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+AUTO |= {"packing_format": "auto_round:auto_gptq", "autoround_version": "0.9.0"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MLX = ((2, 32), (4, 64), (8, 64))  # bits, group size
@@ -70,6 +74,13 @@ LAYOUTS = {
     "qqq": (qqq(), QQQ, "w4a8-g128"),
     "qqq-channel": (qqq(-1), QQQ | {"group_size": -1}, "w4a8-channel"),
     "awq": (awq(), AWQ, "w4a16-g128-asym"),
+    "auto-round": (auto_round(gptq()), AUTO, "w4a16-g128"),
+    "auto-round-asym": (
+        auto_round(gptq(symmetric=False, version=2)),
+        AUTO | {"sym": False, "packing_format": "auto_round"},
+        "w4a16-g128-asym",
+    ),
+    "auto-round-awq": (auto_round(awq()), AUTO | {"packing_format": "auto_round:auto_awq"}, "w4a16-g128-asym"),
     "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-channel-asym"),
     "ct-w4a16": (ct_integers(4, 128), ct_config(4, "int", "group", "pack-quantized", 128), "w4a16-g128"),
     "ct-w4a16-asym": (
@@ -111,6 +122,7 @@ LAYOUTS = {
     **{f"mlx-{b}-g{g}": (mlx(b, g), {"quant_method": "mlx", "bits": b, "group_size": g}, "rounded") for b, g in MLX},
     "modelopt-fp8": (fp8("tensor"), MODELOPT | {"quant_algo": "FP8"}, "fp8_e4m3"),
     "modelopt-nvfp4": (modelopt_nvfp4, MODELOPT | {"quant_algo": "NVFP4"}, "rounded"),
+    "modelopt-w4a16": (modelopt_nvfp4, MODELOPT | {"quant_algo": "W4A16_NVFP4"}, "rounded"),
     "bnb-nf4-b128": (bnb_nf4(block=128), BNB, "nf4"),
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "w8a16"),
     "fp8": (fp8("tensor"), FP8, "fp8_e4m3"),
@@ -158,7 +170,8 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "awq", "gptq-marlin", "marlin-channel", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"]
+    "name",
+    ["gptq", "awq", "auto-round", "gptq-marlin", "marlin-channel", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"],
 )
 def test_logits_of_a_layout_are_those_of_the_matrices_it_means(name, tmp_path):
     dense = write_layout(tmp_path / "stored", *LAYOUTS[name][:2])
@@ -343,6 +356,27 @@ PUBLISHED = {
         WRAPPED, "",
     ),
     "GPTQ's dynamic": (GEMMA, GPTQ | {"dynamic": DYNAMIC}, by_name(gptq(), down_proj=gptq(8, 64)), WRAPPED, ""),
+    "AutoRound": (
+        GEMMA, AUTO | {"extra_config": {
+            f"{WRAPPED}layers.1.mlp.down_proj": {"bits": 8, "group_size": 64},
+            f"{WRAPPED}layers.1.mlp.up_proj": {"sym": False}, f"{WRAPPED}layers.0.self_attn.q_proj": {"bits": 16},
+            r".*layers\.[12]\.mlp.*": {"group_size": 32},
+        }},
+        by_name(
+            gptq(), **{
+                r"1\.mlp\.down": gptq(8, 64), r"1\.mlp\.up": gptq(symmetric=False), r"[12]\.mlp": gptq(group=32),
+                r"0\.self_attn\.q": unquantized,
+            },
+        ),
+        WRAPPED, "",
+    ),
+    "NVFP4 beside FP8": (
+        GEMMA, MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            f"{WRAPPED}layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+            f"{WRAPPED}layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        }},
+        by_name(modelopt_nvfp4, self_attn=with_input_scale(fp8("tensor"))), WRAPPED, "",
+    ),
     "experts": (EXPERTS, MODELOPT | {"quant_algo": "NVFP4"}, modelopt_nvfp4, WRAPPED, ".experts."),
     "experts in moe": (
         EXPERTS, ct_config(8, "float", "channel", "float-quantized"), fp8("rows"), WRAPPED, ".moe.experts.",
@@ -458,6 +492,14 @@ def refused(folder, *words):
         (GPTQ | {"checkpoint_format": "marlin", "desc_act": True}, ['no "desc_act": true', "store it as gptq"]),
         (GPTQ | {"group_size": 0}, ["group_size 0"]),
         (GPTQ | {"dynamic": {"+:(a+)+b": {}}}, ["(a+)+b", "too involved"]),
+        (AUTO | {"packing_format": "auto_round:llm_compressor"}, ["llm_compressor", "auto_gptq"]),
+        (AUTO | {"data_type": "mx_fp"}, ["mx_fp", "auto_gptq"]),
+        (AUTO | {"extra_config": {UP: 8}}, ["extra_config", "by name"]),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["MIXED_PRECISION", "FP8, NVFP4"]),
+        (
+            MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {UP: {"quant_algo": "W4A8_AWQ"}}},
+            ["W4A8_AWQ", "FP8, NVFP4"],
+        ),
         (AWQ | {"version": "gemv"}, ["gemv", "gemm"]),
         (AWQ | {"zero_point": False}, ["zero points"]),
         (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size"]),

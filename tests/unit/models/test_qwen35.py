@@ -10,8 +10,8 @@ import lawkit
 import pytest
 import torch
 from fixtures_gguf import bpe_keys, write_gguf
-from fixtures_layouts import fp8
-from fixtures_models import all_logits, load, make_runner, oracle_logits, published_experts
+from fixtures_layouts import fp8, gptq, modelopt_nvfp4
+from fixtures_models import all_logits, load, make_runner, oracle_logits, published_experts, write_tensors
 from lawkit import SAMPLED, random_prompts, run, texts
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as HFTokenizer
@@ -198,7 +198,11 @@ def test_a_block_in_a_file_that_no_index_names(folders, tmp_path, indexed):
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-QUANTIZED = {"fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "mtp.fc"]}, fp8("block", "weight_scale_inv"))}
+QUANTIZED = {
+    "fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "mtp.fc"]}, fp8("block", "weight_scale_inv")),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}, modelopt_nvfp4),
+    "auto-round": ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}, gptq(group=32)),
+}
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -218,7 +222,7 @@ def test_the_block_of_a_quantized_folder(name, raw, tmp_path):
     wrapped = {"architectures": [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")]}
     for folder, tensors in ((tmp_path / "meant", meant), (tmp_path / "stored", stored)):
         folder.mkdir(exist_ok=True)
-        save_file(tensors, folder / "model.safetensors")
+        write_tensors(folder, tensors)
     settings = wrapped | {"text_config": text, "quantization_config": config}
     (tmp_path / "stored" / "config.json").write_text(json.dumps(settings))
     assert draft_choice("auto", str(tmp_path / "stored")) == SpecConfig("mtp")
