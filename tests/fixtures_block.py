@@ -3,9 +3,10 @@
 import torch
 from fixtures_eagle import LAYER, _norm, _rotate, random_head, target_states, write_head
 
-from sameseed.models.head_config import BlockConfig, parse_head_config
+from sameseed.models.head_config import CODEBOOKS, SELECTOR, BlockConfig, parse_head_config
 
 LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
+SECOND = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}  # of DFlash2
 
 
 def raw_config(layout, vocab_size, layers, **changes):
@@ -14,9 +15,11 @@ def raw_config(layout, vocab_size, layers, **changes):
     layer |= {k: v for k, v in changes.items() if k in layer}
     rest = {"block_size": 5, **{k: v for k, v in changes.items() if k not in layer}}
     mask = {"mask_token_id": rest.pop("mask_token_id", vocab_size - 1)}
-    if layout == "z-lab":
-        own = {"dflash_config": {**mask, "target_layer_ids": layers}, "num_target_layers": 3}
-        return {"architectures": ["DFlashDraftModel"], **layer, **own, **rest}
+    if layout in ("z-lab", "DFlash2"):
+        second = SECOND | {"block_size": rest.pop("block_size")} if layout == "DFlash2" else {}
+        own = {"dflash_config": {**mask, **second, "target_layer_ids": layers}, "num_target_layers": 3}
+        name = "DFlash2DraftModel" if second else "DFlashDraftModel"
+        return {"architectures": [name], **layer, **own, **rest}
     if layout == "DeepSpec":
         markov = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True, "num_anchors": 512}
         return {"architectures": ["Qwen3DSparkModel"], **layer, **markov, **mask, "target_layer_ids": layers, **rest}
@@ -46,20 +49,38 @@ def parsed(raw):
     return config
 
 
-def plain_block(config, w, states, last, target):
-    """Logits [guesses, Vd] of one block after states [n, F], computed in one dense pass, without a Markov head."""
+def plain_block(config, w, states, last, target, gates=False):
+    """Logits [guesses, Vd] of one block after states [n, F], computed in one dense pass, without a Markov head.
+
+    With `gates` also those of the selector [guesses, A].
+    """
     c, eps, n = config.layer, config.layer.rms_eps, len(states)
     embedding = w.get("embed_tokens.weight", target.ops.unpack(target.weights.embedding).parts["weight"].float())
     context = _norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
     x = embedding[torch.tensor([last] + [config.mask_token] * (config.block_size - 1))]
     places = torch.arange(n + config.block_size)
-    for i in range(c.num_layers):
+    back = places[n:, None] - places[None, :]
+    for i, window in enumerate(c.windows):
         at = f"layers.{i}"
+        seen = torch.ones_like(back, dtype=torch.bool) if window is None else (back >= 0) & (back < window)
 
         def linear(name, rows, at=at):
             return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))
 
-        normed = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
+        def mixed(rows, read, part, side, at=at):
+            if f"{at}.{part}.base_kernel" not in w:
+                return rows
+            base, taps = w[f"{at}.{part}.base_kernel"][side], config.conv[0]
+            made = linear(f"{part}.kernel_projection", read).view(len(rows), 2, taps, -1)[:, side]
+            total = torch.zeros_like(rows)
+            for place in range(len(rows)):
+                for tap in range(min(taps, place + 1)):
+                    weights = base[tap] + made[place, tap].repeat_interleave(config.conv[1])
+                    total[place] += weights * rows[place - tap]
+            return total
+
+        normed = read = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
+        normed = mixed(normed, read, "attention_conv", 0)
         q = linear("self_attn.q_proj", normed).view(len(x), -1, c.head_dim)
         both = torch.cat([context, normed])
         k, v = (linear(f"self_attn.{p}_proj", both).view(len(both), -1, c.head_dim) for p in "kv")
@@ -67,13 +88,24 @@ def plain_block(config, w, states, last, target):
             q, k = (_norm(y, w[f"{at}.self_attn.{p}_norm.weight"], eps) for y, p in ((q, "q"), (k, "k")))
         q, k = _rotate(q, places[n:], c.rope.theta), _rotate(k, places, c.rope.theta)
         k, v = (y.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for y in (k, v))
-        weights = (torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5).softmax(-1)  # every position attends to all
-        x = x + linear("self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
-        inner = _norm(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+        scores = torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        added = linear("self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
+        x = x + mixed(added, read, "attention_conv", 1)
+        read = _norm(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+        inner = mixed(read, read, "mlp_conv", 0)
         gate = torch.nn.functional.silu(linear("mlp.gate_proj", inner))
-        x = x + linear("mlp.down_proj", gate * linear("mlp.up_proj", inner))
+        x = x + mixed(linear("mlp.down_proj", gate * linear("mlp.up_proj", inner)), read, "mlp_conv", 1)
     lm_head = w.get("lm_head.weight", target.ops.unpack(target.weights.lm_head).parts["weight"].float())
-    return _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :] @ lm_head.T
+    last = _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :]
+    return (last @ lm_head.T, last @ w[f"{SELECTOR}.hidden_projection.weight"].T) if gates else last @ lm_head.T
+
+
+def selected(config, w, row, last, gate):
+    """The logits `row` of a place with the selector's scores after the token `last`; -inf but for its candidates."""
+    before, after = (w[f"{SELECTOR}.{table}.weight"] for table in CODEBOOKS)
+    best = row.topk(config.num_candidates).indices
+    return torch.full_like(row, -torch.inf).scatter(0, best, row[best] + after[best] @ (before[last] * gate))
 
 
 def fit_block(folder, target, seed=0, **changes):

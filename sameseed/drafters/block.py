@@ -2,7 +2,7 @@
 
 The pass reads the last known token and mask tokens, which attend to keys and values made from the target's hidden
 states. An optional Markov head adds a bias to each position's logits, given the token chosen before it (DSpark:
-DeepSeek-AI, 2026).
+DeepSeek-AI, 2026); so does the selector of DFlash2, to those of the likeliest tokens alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class BlockDrafter(Reading, ChainDrafter):
         self.followers.last(seqs)
         counts = [g.count for g in growing]
         holders = [self.followers[seq].holder for seq in seqs]
-        rows = self.guesses.rows(self.runner.guess(holders, [s.token_ids[-1] for s in seqs], counts))
+        logits, gates = self.runner.guess(holders, [s.token_ids[-1] for s in seqs], counts)
+        rows = self.guesses.rows(logits)
+        gate = None if gates is None else self.guesses.rows(gates)
         ends = np.cumsum(counts)
         for g, end in zip(growing, ends.tolist(), strict=True):
             g.first = end - g.count
@@ -71,12 +73,13 @@ class BlockDrafter(Reading, ChainDrafter):
             for i, g in enumerate(active):
                 row = rows[g.first + place]
                 row = row if bias is None else row + bias[i]
+                if gate is not None:
+                    row = self.runner.model.selected(row, g.last, gate[g.first + place])
                 lengthen(g.chain, self.guesses, row, g.seq, 1 + self.options.siblings, self.policy.least_probability)
 
     def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
         """The Markov head's bias to the logits [n, Vd], given the last token of each chain."""
-        last = [g.chain.tokens[-1] if g.chain.tokens else g.seq.token_ids[-1] for g in active]
-        model = self.runner.model
+        model, last = self.runner.model, [g.last for g in active]
         return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
 
 
@@ -88,6 +91,11 @@ class _GrowingBlock:
     count: int
     chain: Chain
     first: int = 0
+
+    @property
+    def last(self) -> int:
+        """The token before the next one."""
+        return self.chain.tokens[-1] if self.chain.tokens else self.seq.token_ids[-1]
 
 
 DRAFTER = BlockDrafter

@@ -1,21 +1,27 @@
 """Block heads: all tokens of a draft in one pass (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026).
 
 A block is the last known token followed by mask tokens. A few decoder layers read it; every place attends to the whole
-block. Each layer also attends to keys and values computed from the target's hidden states: fc of several of the
-target's layers, normed, then the layer's own projections. A Markov head may add to the logits of the next token a bias
-that depends on the token before.
+block, in layers with a window to the places before it. Each layer also attends to keys and values computed from the
+target's hidden states: fc of several of the target's layers, normed, then the layer's own projections. A Markov head
+may add to the logits of the next token a bias that depends on the token before. In DFlash2, layers also mix each place
+with those before it (`BlockConv`), and a selector scores the likeliest tokens after the token before (`Selector`).
 
 Letters as in `ops`; F: width of the hidden states that the head reads from the target, Vd: size of the head's own
-vocabulary, A: rank of the Markov head.
+vocabulary, A: rank of the Markov head or the selector.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sameseed.batch import Batch, Draw, Rows, build_batch, pack, slots_of
 from sameseed.kvcache.blocks import BlockManager
@@ -23,18 +29,58 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.decoder import Runnable
 from sameseed.models.head_config import BlockConfig
 from sameseed.models.layers import LayerWeights, Weights, rope_table, run_layer
-from sameseed.ops import Ops, normed_rows, plain_rows
+from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.request import Sequence
-from sameseed.scheme import QuantTensor
+from sameseed.scheme import KVLayer, QuantTensor
 
 INJECT, GUESS = (1,), (0,)  # the two passes
+
+
+@dataclass(frozen=True, eq=False)
+class BlockConv(Weights):
+    """DFlash2's convolution over the places of a block, of what a part of a layer reads (side 0) and adds (side 1).
+
+    A value is multiplied with its own weight, and the values of the places before it with theirs. A weight is `base`
+    [2, taps, C] plus a number for each group of columns, which `projection` [2 taps G, C] makes of what the part reads.
+    """
+
+    base: Tensor
+    projection: QuantTensor
+
+    def numbers(self, ops: Ops, x: Tensor) -> Tensor:
+        """The numbers [T, 2, taps, G] for x [T, C]."""
+        return ops.product(plain_rows(x), self.projection).view(len(x), *self.base.shape[:2], -1)
+
+    def mixed(self, x: Tensor, numbers: Tensor, side: int, size: int) -> Tensor:
+        """x [T, C], of blocks of `size` places, convolved."""
+        blocks = x.view(-1, size, x.shape[1])
+        weights = self.base[side] + numbers[:, side].repeat_interleave(x.shape[1] // numbers.shape[-1], dim=-1)
+        total = weights[:, 0] * x
+        for tap in range(1, min(size, weights.shape[1])):
+            total = total + weights[:, tap] * pad(blocks[:, :-tap], (0, 0, tap, 0)).reshape(x.shape)
+        return total
+
+
+@dataclass(frozen=True)
+class Selector(Weights):
+    """DFlash2's selector: what it adds to the logit of a candidate, given the token before and the place's gate."""
+
+    gate: QuantTensor  # [A, C]
+    before: QuantTensor  # [V, A]
+    after: QuantTensor  # [V, A]
+
+    def scores(self, ops: Ops, last: int, token_ids: Tensor, gate: Tensor) -> Tensor:
+        """[n] for the candidates `token_ids` int32 [n] after the token `last`; `gate` [A]."""
+        before = ops.embedding(torch.tensor([last], dtype=torch.int32, device=token_ids.device), self.before)
+        return ops.embedding(token_ids, self.after) @ (before[0] * gate)
 
 
 @dataclass(frozen=True)
 class BlockWeights(Weights):
     """Weights of a block head. Norms are float32; `target_ids` int32 [Vd] as in `HeadWeights`.
 
-    `markov`: embedding [V, A] and projection [Vd, A] of the Markov head, or None.
+    `markov`: embedding [V, A] and projection [Vd, A] of the Markov head, or None. `convs`: those of each layer's
+    attention and MLP, or none.
     """
 
     embedding: QuantTensor  # [V, C]
@@ -45,6 +91,8 @@ class BlockWeights(Weights):
     lm_head: QuantTensor  # [Vd, C]
     markov: tuple[QuantTensor, QuantTensor] | None
     target_ids: Tensor | None
+    convs: tuple[tuple[BlockConv, BlockConv], ...] = ()
+    selector: Selector | None = None
     dense: str = "fp32"
 
 
@@ -60,6 +108,9 @@ class BlockHead(Runnable):
         # A block may begin at the last position of the context, so the table is longer by one block.
         rope = rope_table(config.layer.rope, config.layer.head_dim, self.max_model_len + config.block_size)
         self.rope = rope.to(self.device)
+        if weights.convs or any(config.layer.windows):  # which are not recorded
+            forward = weakref.WeakMethod(self._forward)
+            self._run = lambda *args: cast(Any, forward())(ops, *args)
 
     @torch.inference_mode()
     def inject(self, states: Tensor, batch: Batch, cache: KVCache) -> None:
@@ -67,10 +118,13 @@ class BlockHead(Runnable):
         self._run(batch, cache, INJECT, states)
 
     @torch.inference_mode()
-    def guess(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Logits float32 [R, Vd] of `batch.logit_rows` in blocks behind the stored rows, without the Markov head."""
-        logits: Tensor = self._run(batch, cache, GUESS)[0]
-        return logits
+    def guess(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [R, Vd] of `batch.logit_rows` in blocks behind the stored rows, without the Markov head.
+
+        With a selector also its gates [R, A].
+        """
+        logits, gates, _ = self._run(batch, cache, GUESS)
+        return logits, gates
 
     @torch.inference_mode()
     def bias(self, token_ids: Tensor) -> Tensor:
@@ -79,9 +133,22 @@ class BlockHead(Runnable):
         before, after = self.weights.markov
         return self.ops.product(plain_rows(self.ops.embedding(token_ids, before)), after)
 
+    @torch.inference_mode()
+    def selected(self, row: NDArray[np.float32], last: int, gate: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits `row` [Vd] with the selector's scores after the token `last`; -inf but for its candidates."""
+        w = self.weights
+        assert w.selector is not None
+        best = np.argpartition(row, -min(self.config.num_candidates, len(row)))[-self.config.num_candidates :]
+        ids = torch.from_numpy(best.astype(np.int32)).to(self.device)
+        ids = ids if w.target_ids is None else w.target_ids[ids.long()]
+        scores = w.selector.scores(self.ops, last, ids, torch.from_numpy(gate).to(self.device)).cpu().numpy()
+        found = np.full_like(row, -np.inf)
+        found[best] = row[best] + scores
+        return found
+
     def _forward(
         self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, ...], *states: Tensor
-    ) -> tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None]:
         c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
         batch = batch.on(self.device)
         if how == INJECT:  # store keys and values of the features [T, C] in the cache of every layer
@@ -92,10 +159,53 @@ class BlockHead(Runnable):
                 ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # the queries are not used
             return torch.empty(0, 1), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        for layer, kv in zip(w.layers, cache.layers, strict=True):
-            rows = normed_rows(x, layer.input_norm, eps)
-            x = run_layer(ops, c, layer, rows, x, batch, kv, self.rope, None)
-        return ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head), None, None
+        before = self._causal(batch) if any(c.windows) else batch
+        for i, (layer, kv, window) in enumerate(zip(w.layers, cache.layers, c.windows, strict=True)):
+            seen = batch if window is None else before
+            if w.convs:
+                x = self._mixed_layer(ops, layer, w.convs[i], x, seen, kv, window)
+            else:
+                rows = normed_rows(x, layer.input_norm, eps)
+                x = run_layer(ops, c, layer, rows, x, seen, kv, self.rope, window)
+        last = normed_rows(x, w.norm, eps, batch.logit_rows)
+        gates = None if w.selector is None else ops.product(last, w.selector.gate)
+        return ops.product(last, w.lm_head), gates, None
+
+    def _causal(self, batch: Batch) -> Batch:
+        """The batch of blocks, in which a place sees the places before it and itself."""
+        places = torch.arange(batch.num_rows, device=batch.positions.device) % self.config.block_size
+        return replace(batch, tree_mask=(torch.full_like(places, 2) << places) - 1, key_positions=None)
+
+    def _mixed_layer(
+        self,
+        ops: Ops,
+        w: LayerWeights,
+        convs: tuple[BlockConv, BlockConv],
+        x: Tensor,
+        batch: Batch,
+        kv: KVLayer,
+        window: int | None,
+    ) -> Tensor:
+        """A layer whose parts are convolved: the output [T, C] for x [T, C]."""
+        c, eps, size = self.config.layer, self.config.layer.rms_eps, self.config.block_size
+        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+
+        def attention(rows: Tensor) -> Tensor:
+            qkv = ops.product(plain_rows(rows), w.qkv, w.qkv_bias)
+            q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)
+            out = ops.attention(q, kv, batch, c.head_dim**-0.5, window)
+            return ops.product(plain_rows(out.view(len(rows), -1)), w.o, w.o_bias)
+
+        def mlp(rows: Tensor) -> Tensor:
+            return ops.product(
+                gated_rows(ops.product(plain_rows(rows), w.gate_up, w.gate_up_bias)), w.down, w.down_bias
+            )
+
+        for norm, conv, part in ((w.input_norm, convs[0], attention), (w.post_norm, convs[1], mlp)):
+            rows = ops.rms_norm(x, norm, eps)
+            numbers = conv.numbers(ops, rows)
+            x = x + conv.mixed(part(conv.mixed(rows, numbers, 0, size)), numbers, 1, size)
+        return x
 
 
 class BlockRunner:
@@ -127,10 +237,11 @@ class BlockRunner:
         nothing = torch.empty(0, 1)
         return nothing, nothing, None
 
-    def guess(self, holders: Seq[Sequence], last: Seq[int], counts: Seq[int]) -> Tensor:
+    def guess(self, holders: Seq[Sequence], last: Seq[int], counts: Seq[int]) -> tuple[Tensor, Tensor | None]:
         """Logits [sum of counts, Vd] of the first counts[b] guesses after the token last[b], which follows b's rows.
 
-        The rows of a block stay in the cache behind the holder's rows until they are overwritten.
+        With a selector also its gates, a row for each guess. The rows of a block stay in the cache behind the holder's
+        rows until they are overwritten.
         """
         config = self.model.config
         size, first = config.block_size, config.block_size - config.num_guesses

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from sameseed import scheme
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.models.block import BlockHead, BlockWeights
+from sameseed.models.block import BlockConv, BlockHead, BlockWeights, Selector
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead, HeadWeights
-from sameseed.models.head_config import OPTIONAL, TARGET_SIGNS, BlockConfig, HeadConfig, read_head_config
+from sameseed.models.head_config import (
+    CODEBOOKS,
+    CONVS,
+    OPTIONAL,
+    SELECTOR,
+    TARGET_SIGNS,
+    BlockConfig,
+    HeadConfig,
+    read_head_config,
+)
 from sameseed.models.inner import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
@@ -44,6 +53,8 @@ def open_head(
     with Checkpoint(folder) as files:
         if any(n.startswith("model.fc.") for n in files.names()):
             files.rename(lambda name: name.removeprefix("model."))
+        if any(n.endswith(CODEBOOKS) for n in files.names()):
+            files.rename(lambda n: f"{n}.weight" if n.endswith(CODEBOOKS) else n)
         # Speculators builds Qwen3 layers, with norms of queries and keys, also where it writes another model_type.
         if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
             config = replace(config, layer=replace(config.layer, qk_norm=True))
@@ -142,6 +153,8 @@ def read_head(
             hidden_norm=reader.vector("hidden_norm.weight"),
             layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
             markov=None if markov is None else (markov[0], markov[1]),
+            convs=tuple(_convs(reader, i) for i in range(config.layer.num_layers) if config.conv[0]),
+            selector=_selector(reader) if config.selector_rank else None,
         )
         return BlockHead(config, block, ops, target.max_model_len)
     third = config.kind == "eagle3"
@@ -156,6 +169,18 @@ def read_head(
         target_norm=None if third else target.weights.norm,
     )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
+
+
+def _convs(reader: WeightReader, layer: int) -> tuple[BlockConv, BlockConv]:
+    names = [f"layers.{layer}.{part}" for part in CONVS]
+    attention, mlp = (
+        BlockConv(reader.vector(f"{n}.base_kernel"), reader.matrix(f"{n}.kernel_projection")) for n in names
+    )
+    return attention, mlp
+
+
+def _selector(reader: WeightReader) -> Selector:
+    return Selector(*(reader.matrix(f"{SELECTOR}.{name}") for name in ("hidden_projection", *CODEBOOKS)))
 
 
 def _borrowed(reader: WeightReader, target: Decoder, ops: Ops) -> QuantTensor:

@@ -23,6 +23,7 @@ HEADS = {
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
     "DFlashDraftModel": "block",  # z-lab
+    "DFlash2DraftModel": "block",
     "Qwen3DSparkModel": "block",  # DeepSpec
     "DSparkDraftModel": "block",
     "DFlashSpeculator": "block",
@@ -32,6 +33,9 @@ BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
 ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the target's rotation that a head was adapted to
 TARGET_SIGNS = "target_signs"  # key of config.json: `eagle_loader.embedding_signs` of the target
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONVS = ("attention_conv", "mlp_conv")  # of a layer of DFlash2
+SELECTOR, CODEBOOKS = "candidate_selector", ("predecessor_codebook", "successor_codebook")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # if missing: the target's (2), none, no offsets
 
 
@@ -121,13 +125,18 @@ class BlockConfig(HeadConfig):
 
     `block_size`: tokens of a block, which are the last known token and masks (`mask_token`). `from_anchor`: every place
     predicts the token after itself, also the known token's place; otherwise each mask predicts the token in its own
-    place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none.
+    place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none. `conv`: taps, and
+    columns of a group, of DFlash2's convolutions; no taps: none. `selector_rank`, `num_candidates`: of its selector; 0
+    for none.
     """
 
     block_size: int = 8
     mask_token: int = 0
     from_anchor: bool = False
     markov_rank: int = 0
+    conv: tuple[int, int] = (0, 1)
+    selector_rank: int = 0
+    num_candidates: int = 0
 
     @property
     def num_guesses(self) -> int:
@@ -139,6 +148,13 @@ class BlockConfig(HeadConfig):
         shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (c.hidden_size,)}
         for i in range(c.num_layers):
             shapes |= layer_shapes(c, f"layers.{i}", ("input_layernorm", "post_attention_layernorm"))
+            for part in CONVS if self.conv[0] else ():
+                at, (taps, group) = f"layers.{i}.{part}", self.conv
+                shapes[f"{at}.base_kernel"] = (2, taps, c.hidden_size)
+                shapes[f"{at}.kernel_projection.weight"] = (2 * taps * (c.hidden_size // group), c.hidden_size)
+        if self.selector_rank:
+            shapes[f"{SELECTOR}.hidden_projection.weight"] = (self.selector_rank, c.hidden_size)
+            shapes |= {f"{SELECTOR}.{table}.weight": (c.vocab_size, self.selector_rank) for table in CODEBOOKS}
         if self.markov_rank:
             shapes["markov_head.markov_w1.weight"] = (c.vocab_size, self.markov_rank)
             shapes["markov_head.markov_w2.weight"] = (self.draft_vocab_size, self.markov_rank)
@@ -263,7 +279,7 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
 
     _refuse(inner, settings, where)
     layer = parse_config(inner, where)
-    layer = replace(layer, tied_embeddings=False, windows=(None,) * layer.num_layers)
+    layer = replace(layer, tied_embeddings=False, windows=_windows(inner, settings, layer.num_layers, where))
     spark = "dspark" in str(settings.get("speculators_model_type") or named_architecture(settings)).lower()
     rank = whole_number(settings, where, "markov_rank", 0, least=0) if spark else 0
     markov = settings.get("markov_head_type", "vanilla")
@@ -276,11 +292,18 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     aux = settings.get(name)
     if not isinstance(aux, list) or not aux or any(type(i) is not int for i in aux):
         raise ModelLoadError(f"{where}: {name} must list the target's layers that the head reads, got {str(aux)[:80]}")
+    second = {name: whole_number(settings, where, name, 0, least=0) for name in DFLASH2}
+    taps, group, rank_of_selector, candidates = second.values()
+    if taps and (not group or layer.hidden_size % group) or bool(rank_of_selector) != bool(candidates):
+        raise ModelLoadError(f"{where}: {', '.join(DFLASH2)} do not fit together, got {list(second.values())}")
     return BlockConfig(
         kind,
         layer,
         *_sizes(settings, layer, where),
         tuple(i + later for i in aux),
+        conv=(taps, max(1, group)),
+        selector_rank=rank_of_selector,
+        num_candidates=candidates,
         block_size=whole_number(settings, where, "block_size", least=2, most=MAX_NODES),
         mask_token=whole_number(settings, where, "mask_token_id", least=0, most=layer.vocab_size - 1),
         from_anchor=bool(settings.get("sample_from_anchor", spark)),
@@ -288,19 +311,33 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     )
 
 
+def _windows(inner: Mapping[str, Any], settings: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
+    """The window of each layer, whose places see those before them; None: they see the whole block.
+
+    Raises ModelLoadError for a mixture of these two.
+    """
+    usual = "sliding_attention" if inner.get("use_sliding_window") else "full_attention"
+    slides = [kind == "sliding_attention" for kind in inner.get("layer_types") or [usual] * layers]
+    causal = True if settings.get("is_causal") else settings.get("causal")
+    apart = causal is False or settings.get("sliding_window_non_causal")
+    if (causal and not all(slides)) or (any(slides) and apart) or (settings.get("use_swa") and not any(slides)):
+        raise ModelLoadError(
+            f"{where}: a block head is supported whose layers with a window are causal and whose other layers are not; "
+            "take one of those"
+        )
+    window = whole_number(settings, where, "swa_window_size", inner.get("sliding_window") or 0, least=any(slides))
+    return tuple(window if slide else None for slide in slides)
+
+
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     """Raise ModelLoadError for settings that change the computation and are not supported."""
-    kinds = inner.get("layer_types") or (["sliding_attention"] if inner.get("use_sliding_window") else ())
-    if "sliding_attention" in kinds or settings.get("is_causal") or settings.get("causal"):
-        raise ModelLoadError(
-            f"{where}: a block head whose layers are causal or see a sliding window is not supported; take one of full "
-            "attention"
-        )
     projector = settings.get("projector_type", "dflash")
     if projector != "dflash" or settings.get("shift_label"):
         raise ModelLoadError(
             f"{where}: a block head of projector_type {projector!r} is not supported; only 'dflash' is"
         )
-    scale = settings.get("input_embedding_scale", 1.0)
-    if scale != 1.0:
-        raise ModelLoadError(f"{where}: input_embedding_scale {scale!r} is not supported; only 1 is")
+    for name in ("input_embedding_scale", "output_multiplier"):
+        if settings.get(name, 1.0) != 1.0:
+            raise ModelLoadError(f"{where}: {name} {settings[name]!r} is not supported; only 1 is")
+    if settings.get("selector_rank") and settings.get("final_logit_softcapping"):
+        raise ModelLoadError(f"{where}: a selector of logits with final_logit_softcapping is not supported")

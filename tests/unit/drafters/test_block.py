@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from fixtures_block import parsed, plain_block, raw_config
+from fixtures_block import parsed, plain_block, raw_config, selected
 from fixtures_eagle import random_head, target_states, write_head
 from lawkit import MODEL_VOCAB, SAMPLED, Pair, assert_nothing_left, make_engine, random_prompts, run, texts
 from torch import Tensor
@@ -33,9 +33,9 @@ class Loud:
     tensors: dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def loud(pair, tmp_path_factory):
-    raw = raw_config("dspark", MODEL_VOCAB, [0, 1], block_size=7)
+@pytest.fixture(scope="module", params=["dspark", "DFlash2"])
+def loud(pair, request, tmp_path_factory):
+    raw = raw_config(request.param, MODEL_VOCAB, [0, 1], block_size=7)
     tensors = random_head(parsed(raw), 1)
     del tensors["d2t"]
     head = load_head(write_head(tmp_path_factory.mktemp("loud"), raw, tensors), pair.target, pair.target.ops)
@@ -46,10 +46,15 @@ def by_hand(loud, seq, count):
     """The chain by the papers' formulas, from the target's hidden states of the whole text."""
     config, w, target = loud.pair.block.config, loud.tensors, loud.pair.target
     ((states, _),) = target_states(target, [seq.token_ids[:-1]], config.captures(2))
-    chain = []
-    for row in plain_block(config, w, states, seq.token_ids[-1], target)[:count]:
+    chain, second = [], config.selector_rank > 0
+    found = plain_block(config, w, states, seq.token_ids[-1], target, second)
+    rows, gates = found if second else (found, [None] * len(found))
+    for row, gate in zip(rows[:count], gates):
         last = (chain or seq.token_ids)[-1]
-        biased = row + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][last]
+        if second:
+            biased = selected(config, w, row, last, gate)
+        else:
+            biased = row + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][last]
         chain.append(choose(biased.numpy(), seq, chain, target.config.eos_token_ids))
     return chain
 

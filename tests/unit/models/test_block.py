@@ -17,6 +17,7 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t")
+WINDOWS = ["sliding_attention", "full_attention"]
 KINDS = {
     "z-lab": ("z-lab", {}, BORROWED),
     "DeepSpec": ("DeepSpec", {}, ("d2t",)),
@@ -26,6 +27,8 @@ KINDS = {
     "dspark from masks alone": ("dspark", {"sample_from_anchor": False}, BORROWED),
     "dflash from its anchor": ("dflash", {"sample_from_anchor": True}, BORROWED),
     "five layers": ("z-lab", {"num_hidden_layers": 5, "block_size": 16}, BORROWED),
+    "layers with a window": ("z-lab", {"layer_types": WINDOWS, "sliding_window": 6}, BORROWED),
+    "DFlash2": ("DFlash2", {"layer_types": WINDOWS[:1] * 2, "sliding_window": 6, "is_causal": False}, BORROWED),
     "llama layers": ("dflash", {"model_type": "llama"}, BORROWED),
     "biases": ("dflash", {"attention_bias": True, "mlp_bias": True}, BORROWED),
     "another width": ("dspark", {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 100}, ()),
@@ -50,7 +53,8 @@ def made(root, kind):
     config = parsed(raw)
     tensors = {n: t for n, t in random_head(config, 3).items() if n not in drop}
     spare = {"confidence_head.proj.weight": torch.zeros(1, 8)} if layout == "DeepSpec" else {}
-    return write_head(root, raw, tensors | spare), config, tensors
+    stored = {n.replace("codebook.weight", "codebook"): t for n, t in (tensors | spare).items()}
+    return write_head(root, raw, stored), config, tensors
 
 
 def runner_of(head, block=4):
@@ -73,7 +77,7 @@ def test_equals_the_formulas(target, tmp_path, kind):
     runner.extend(holders, [[1, 1]] * 2, [h[:2] for h in hidden], False)
     runner.extend(holders, [[1] * (len(h) - 2) for h in hidden], [h[2:] for h in hidden], False)
     for _ in range(2):  # rows that a block leaves in the cache do not affect the next block
-        logits = runner.guess(holders, [7, 9], [config.num_guesses, 2])
+        logits, _ = runner.guess(holders, [7, 9], [config.num_guesses, 2])
     wanted = [plain_block(config, w, h, last, target) for h, last in zip(hidden, (7, 9))]
     torch.testing.assert_close(logits, torch.cat([wanted[0], wanted[1][:2]]), rtol=1e-4, atol=1e-4)
 
@@ -94,7 +98,7 @@ def test_a_folder_that_speculators_wrote(target, tmp_path, kind, size, model_typ
     holder = Sequence(0, (), SamplingParams(), 0)
     assert runner.blocks.reserve(holder, 6 + config.block_size)
     runner.extend([holder], [[1] * 6], [states], False)
-    logits = runner.guess([holder], [7], [config.num_guesses])
+    logits, _ = runner.guess([holder], [7], [config.num_guesses])
     torch.testing.assert_close(logits, plain_block(config, w, states, 7, target), rtol=1e-4, atol=1e-4)
     assert head.config.captures(3) == (0, 2)
 
@@ -137,8 +141,11 @@ def test_fewer_tokens_have_the_same_logits(target, tmp_path):
         ("dspark", {"markov_head_type": "rnn"}, "Markov head of type 'rnn' is not supported; only 'vanilla'"),
         ("dflash", {"projector_type": "domino"}, "projector_type 'domino' is not supported"),
         ("z-lab", {"dflash_config": [3]}, "dflash_config must be an object"),
-        ("z-lab", {"use_sliding_window": True}, "a sliding window is not supported"),
-        ("z-lab", {"is_causal": True}, "causal or see a sliding window is not supported"),
+        ("z-lab", {"use_sliding_window": True}, "swa_window_size must be a whole number"),
+        ("z-lab", {"is_causal": True}, "whose other layers are not"),
+        ("dflash", {"sliding_window_non_causal": True, "use_swa": True}, "whose layers with a window are causal"),
+        ("DFlash2", {"output_multiplier": 0.5}, "output_multiplier 0.5 is not supported"),
+        ("DFlash2", {"selector_top_k": 0}, "do not fit together"),
         ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),
     ],
 )
