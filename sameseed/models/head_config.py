@@ -294,7 +294,7 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
         raise ModelLoadError(f"{where}: {name} must list the target's layers that the head reads, got {str(aux)[:80]}")
     second = {name: whole_number(settings, where, name, 0, least=0) for name in DFLASH2}
     taps, group, rank_of_selector, candidates = second.values()
-    if taps and (not group or layer.hidden_size % group) or bool(rank_of_selector) != bool(candidates):
+    if (taps and (not group or layer.hidden_size % group)) or bool(rank_of_selector) != bool(candidates):
         raise ModelLoadError(f"{where}: {', '.join(DFLASH2)} do not fit together, got {list(second.values())}")
     return BlockConfig(
         kind,
