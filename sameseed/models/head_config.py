@@ -332,7 +332,7 @@ def _windows(inner: Mapping[str, Any], settings: Mapping[str, Any], layers: int,
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     """Raise ModelLoadError for settings that change the computation and are not supported."""
     projector = settings.get("projector_type", "dflash")
-    if projector != "dflash" or settings.get("shift_label"):
+    if projector not in ("dflash", "dflash2") or settings.get("shift_label"):
         raise ModelLoadError(
             f"{where}: a block head of projector_type {projector!r} is not supported; only 'dflash' is"
         )
