@@ -36,16 +36,16 @@ class ChatTemplate:
         self._developer = "'developer'" in source or '"developer"' in source
         self._joins = "tool_responses" in source and not TAKES_TOOLS.search(source)
         self._special, self._rewrites = special, rewrites_for(source)
-        self._helps = lru_cache(256)(self._rewrite_helps)
+        self._helps = lru_cache(64)(self._rewrite_helps)  # small conversations repeat: they show only a kind
 
     def render(self, messages: Seq[Any], values: Mapping[str, Any], now: datetime) -> str:
         """The text of `messages`, of at most MAX_ADDED characters beyond theirs. `values`: the other variables.
 
         Messages that the template refuses or drops are rewritten, where that helps: see `chat_rewrites`.
         """
-        for message in (messages := list(messages)):
+        messages, tools = list(messages), bool(values.get("tools"))
+        for message in messages:
             _check(message)
-        tools = bool(values.get("tools"))
         for rewrite in self._rewrites:
             rewritten = rewrite.apply(messages)
             if rewritten != messages and self._helps(rewrite, json.dumps(rewrite.example(messages)), tools):
