@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def _no_drafter_fails(caplog: pytest.LogCaptureFixture, request: pytest.FixtureR
     said = [r.getMessage() for r in caplog.get_records("call") if r.levelname == "ERROR"]
     failed = [text for text in said if "drafter failed" in text or "choosing a token" in text]
     assert not failed or request.node.get_closest_marker("failing_drafter"), failed
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """`spied(owner, name, seen)`: calls owner.name as ever; the list holds seen(arguments) for each call so far."""
+
+    def spy(owner: Any, name: str, seen: Callable[..., Any]) -> list[Any]:
+        calls, right = [], getattr(owner, name)
+
+        def noted(*args: Any, **named: Any) -> Any:
+            calls.append(seen(*args, **named))
+            return right(*args, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+        return calls
+
+    return spy
 
 
 @pytest.fixture(scope="session")

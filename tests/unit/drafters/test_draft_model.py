@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, random_prompts, run, texts, write_model
 
-from sameseed import ops
+from sameseed import ops, registry
+from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters._choices import choices
 from sameseed.drafters._followers import Guide, Shadow
+from sameseed.engine.build import build_engine
+from sameseed.engine.levels import resolve
+from sameseed.errors import ConfigError
 from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
@@ -89,14 +93,31 @@ def with_draft(pair, folder, **config):
     return Pair(pair.target, load_model(folder, ops.resolve()), pair.tokenizer)
 
 
-def test_a_draft_equal_to_the_target_is_always_right(pair):
+@pytest.mark.parametrize("method", ["draft_model", "self_quant"])
+def test_a_draft_equal_to_the_target_is_always_right(pair, method):
     """Coupled sampling: the same model with the same noise guesses every token, greedy or sampled."""
     twin = Pair(pair.target, pair.target, pair.tokenizer)
     for asked in (ASKED, SamplingParams(max_tokens=40, seed=6, ignore_eos=True, repetition_penalty=1.2)):
-        engine = make_engine(twin, "draft_model", k=5)
+        engine = make_engine(twin, method, k=5)
         run(engine, PROMPTS, asked)
         assert engine.metrics.acceptance_rate == 1.0
         assert engine.metrics.num_rollbacks == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "method", "wrong", "remedy"),
+    [
+        ("draft", "draft_model", "block", "--draft"), ("draft", "draft_model", "parallel", "names no mask token"),
+        ("head", "eagle", "block", "--draft eagle"), ("block", "block", "eagle", "--draft block"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_drafted_with_as_what_it_is(pair_folders, folder, method, wrong, remedy):
+    target, model = str(pair_folders[0]), str(pair_folders[0].parent / folder)
+    assert resolve(parse_draft(model)).spec.method == method
+    engine = build_engine(target, EngineConfig(max_num_seqs=2, spec=parse_draft(model)))
+    assert type(engine.drafter) is registry.load("drafters", method).DRAFTER
+    with pytest.raises(ConfigError, match=remedy):
+        build_engine(target, EngineConfig(max_num_seqs=2, spec=SpecConfig(wrong, model)))
 
 
 def engines_both_ways(pair, k, options):
@@ -194,17 +215,10 @@ def test_siblings_join_the_chain_as_leaves(pair):
 
 
 @pytest.mark.parametrize("prefill_rows", [1, 7, 512])
-def test_catching_up_in_passes_of_bounded_size(pair, monkeypatch, prefill_rows):
+def test_catching_up_in_passes_of_bounded_size(pair, spied, prefill_rows):
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
-    runner = engine.drafter.runner
-    forward, sizes = runner.forward, []
-
-    def counted(seqs, draft, num_pending, *more, **named):
-        sizes.append((sum(num_pending), len(seqs)))
-        return forward(seqs, draft, num_pending, *more, **named)
-
-    monkeypatch.setattr(runner, "forward", counted)
+    sizes = spied(engine.drafter.runner, "forward", lambda seqs, draft, pending, *_: (sum(pending), len(seqs)))
     assert texts(run(engine, PROMPTS, ASKED)) == plain
     assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"

@@ -158,16 +158,10 @@ def test_an_engine_with_a_tiny_context_is_measured_too(pair_folders):
     assert measure_engine(engine, 0.1).gap.seen
 
 
-def test_passes_are_interleaved_and_have_rows_that_the_model_draws(pair_folders):
+def test_passes_are_interleaved_and_have_rows_that_the_model_draws(pair_folders, spied):
     """A slow moment must meet all sizes alike. Equal rows would choose the same experts, and hide those of others."""
     runner = LLM(str(pair_folders[0])).engine.runner
-    seen, forward = [], runner.forward
-
-    def watched(seqs, draft, *more):
-        seen.append(draft.tokens.tolist())
-        return forward(seqs, draft, *more)
-
-    runner.forward = watched
+    seen = spied(runner, "forward", lambda seqs, draft, *_: draft.tokens.tolist())
     curve = measure_curve(runner, seconds=60.0, rows=(1, 4, 16), longest=0)
     assert [1 + len(tokens) for tokens in seen] == [1, 1, 4, 4, 16, 16] + [1, 4, 16] * 3 and curve.rows == [1, 4, 16]
     assert all(len(set(tokens)) > 4 for tokens in seen[5::3])
