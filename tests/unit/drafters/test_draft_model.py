@@ -218,7 +218,7 @@ def test_siblings_join_the_chain_as_leaves(pair):
 def test_catching_up_in_passes_of_bounded_size(pair, spied, prefill_rows):
     plain = texts(run(make_engine(pair), PROMPTS, ASKED))
     engine = make_engine(pair, "draft_model", options={"prefill_rows": prefill_rows})
-    sizes = spied(engine.drafter.runner, "forward", lambda seqs, draft, pending, *_: (sum(pending), len(seqs)))
+    sizes = spied(engine.drafter.runner, "forward", lambda seqs, draft, rows, *a, **b: (sum(rows), len(seqs)))
     assert texts(run(engine, PROMPTS, ASKED)) == plain
     assert all(rows <= max(prefill_rows, 2 * count, 2 * len(PROMPTS)) for rows, count in sizes)
     assert engine.metrics.acceptance_rate > 0.3, "a draft that lost track would be mostly wrong"
