@@ -118,7 +118,8 @@ def labelled(repository: str, label: str = "") -> Path:
             fetch(repository, draft)
         return fetch(repository, match[0])
     if not models:
-        raise ModelLoadError(f"{repository} holds neither *.safetensors nor GGUF files; give another repository")
+        remedy = "give another repository, or convert its *.bin (pickles, which are never opened) with safetensors"
+        raise ModelLoadError(f"{repository} holds neither *.safetensors nor GGUF files; {remedy}")
     if match and PART.search(match[0][:-5]):
         raise ModelLoadError(f"{match[0]} of {repository} is split in parts; merge them with llama-gguf-split --merge")
     shown = ", ".join(f"{repository}/{f}" for f in (match or models)[:6])

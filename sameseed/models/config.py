@@ -83,6 +83,10 @@ _MINISTRAL = {"sliding_window": None, "max_position_embeddings": 131072, "num_ke
 # config of a language model that is part of another, and leaves out that embeddings are tied where they usually are.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Gemma3": {**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26, "sliding_window": 4096},
+    "Gemma4Unified": {
+        **_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 1024,
+        "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0,
+    },
     "Gemma4": {**_GEMMA, "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512},
     "Qwen3_5Moe": {
         **_QWEN35, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256,

@@ -30,7 +30,8 @@ HEADS = {
     "DSparkSpeculator": "block",
 }
 BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
-LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # model_type of a speculator's layer
+# model_type of a head's layer. Heads for Phi and Qwen2 have Llama's layers, whatever the type.
+LAYERS = {**dict.fromkeys(("llama", "phi3", "qwen2"), "LlamaForCausalLM"), "qwen3": "Qwen3ForCausalLM"}
 ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the target's rotation that a head was adapted to
 TARGET_SIGNS = "target_signs"  # key of config.json: `eagle_loader.embedding_signs` of the target
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -227,7 +228,8 @@ def read_head_config(folder: Path) -> HeadConfig:
 def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
     """HeadConfig of a parsed config.json: plain, or of a speculator (with its layers in transformer_layer_config)."""
     algorithm, name, block = raw.get("speculators_model_type"), named_architecture(raw), is_block_config(raw)
-    kind = "block" if block else HEADS.get(name, "eagle" if name in LAYERS.values() else None)
+    unnamed = "eagle3" if "draft_vocab_size" in raw else "eagle"  # heads of EAGLE's authors name their layer alone
+    kind = "block" if block else HEADS.get(name, unnamed if name in LAYERS.values() else None)
     if kind is None or (not block and (kind == "block" or algorithm not in (None, "eagle3"))):
         raise ModelLoadError(
             f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
@@ -266,8 +268,8 @@ def _eagle(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))
     if settings.get("use_aux_hidden_state") is False:
         raise ModelLoadError(f"{where}: use_aux_hidden_state false is not supported; the head must read three layers")
-    aux = settings.get("eagle_aux_hidden_state_layer_ids")
-    if aux is not None and (not isinstance(aux, list) or not aux or any(type(v) is not int for v in aux)):
+    aux = settings.get("eagle_aux_hidden_state_layer_ids") or None
+    if aux is not None and (not isinstance(aux, list) or any(type(v) is not int for v in aux)):
         raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(aux)[:80]}")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     chosen = {flag: bool(settings.get(flag, False)) for flag in flags}
@@ -336,8 +338,8 @@ def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -
         raise ModelLoadError(
             f"{where}: a block head of projector_type {projector!r} is not supported; only 'dflash' is"
         )
-    for name in ("input_embedding_scale", "output_multiplier"):
-        if settings.get(name, 1.0) != 1.0:
-            raise ModelLoadError(f"{where}: {name} {settings[name]!r} is not supported; only 1 is")
+    for name, usual in (("input_embedding_scale", 1), ("output_multiplier", 1), ("is_neox_style", True)):
+        if settings.get(name) not in (None, usual):
+            raise ModelLoadError(f"{where}: {name} {settings[name]!r} is not supported; only {usual} is")
     if settings.get("selector_rank") and settings.get("final_logit_softcapping"):
         raise ModelLoadError(f"{where}: a selector of logits with final_logit_softcapping is not supported")

@@ -26,6 +26,7 @@ REPOSITORIES = {
     "org/twice": ["a-Q4_0.gguf", "b-Q4_0.gguf"],
     "org/split-mtp": ["m-Q4_0-00001-of-00002.gguf", "m-Q4_0-00002-of-00002.gguf", "mtp-m-Q8_0.gguf"],
     "org/none": ["README.md"],
+    "org/pickled": ["config.json", "pytorch_model.bin"],
     "org/mtp": ["m-Q4_0.gguf", "m-Q8_0.gguf", "mtp-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "old/mtp-m-Q8_0.gguf"],
 }
 
@@ -77,6 +78,7 @@ RIGHT = {
     "org/twice:Q4_0": "refused",
     "org/split:Q4_0": "merge",
     "org/none:Q4_0": "refused",
+    "org/pickled": "pickles",
     "org/mtp:Q8_0": "m-Q8_0.gguf mtp-m-Q8_0.gguf",
     "org/split-mtp:Q8_0": "refused",
 }

@@ -53,6 +53,7 @@ def layout_of(folder: Path) -> Layout | None:
     """The layout of a checkpoint's folder, by config.json or a file of settings beside it. Raises ModelLoadError."""
     path = folder / "config.json"
     raw = read_json(path) if path.exists() else {}
+    raw = {**(text if isinstance(text := raw.get("text_config"), dict) else {}), **raw}
     if not (raw.get("quantization_config") or raw.get("compression_config")):
         if isinstance(mlx := raw.get("quantization"), dict):
             raw = {"quantization_config": {**mlx, "quant_method": "mlx"}}

@@ -144,6 +144,7 @@ def test_fewer_tokens_have_the_same_logits(target, tmp_path):
         ("z-lab", {"use_sliding_window": True}, "swa_window_size must be a whole number"),
         ("z-lab", {"is_causal": True}, "whose other layers are not"),
         ("dflash", {"sliding_window_non_causal": True, "use_swa": True}, "whose layers with a window are causal"),
+        ("z-lab", {"is_neox_style": False}, "is_neox_style False is not supported; only True is"),
         ("DFlash2", {"output_multiplier": 0.5}, "output_multiplier 0.5 is not supported"),
         ("DFlash2", {"selector_top_k": 0}, "do not fit together"),
         ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),

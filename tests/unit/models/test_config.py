@@ -207,7 +207,7 @@ def test_what_computes_layers_anew_refuses_other_layers(name):
         llama_only(parse_config(VARIANTS[name].raw), "quantize")
 
 
-@pytest.mark.parametrize("kind", ["Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe"])
+@pytest.mark.parametrize("kind", ["Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe"])
 def test_what_a_text_config_leaves_out_is_what_transformers_takes(kind):
     """As in gemma-3-4b-it, whose text_config names four sizes of nine."""
     transformers = pytest.importorskip("transformers")

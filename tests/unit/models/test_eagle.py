@@ -42,6 +42,8 @@ KINDS = {
         (),
     ),
     "speculators, Qwen3": ("speculators", {"model_type": "qwen3", "draft_vocab_size": 100, "fc_norm": True}, ()),
+    "of EAGLE's authors": ("eagle3", {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 130}, ()),
+    "for Phi": ("eagle3", {"model_type": "phi3", "draft_vocab_size": 130}, ()),
     "another width": ("eagle3", {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 100}, ()),
 }
 
@@ -274,7 +276,7 @@ def test_the_window_is_that_of_its_first_layer():
 
 def test_captured_layers_are_inputs():
     """Published ids name the input of a layer, so the output of the layer before it is captured."""
-    third = parse_head_config(raw_config("eagle3", 304))
+    third = parse_head_config(raw_config("eagle3", 304, eagle_config={"eagle_aux_hidden_state_layer_ids": []}))
     assert third.captures(32) == (1, 15, 28)
     assert parse_head_config(raw_config("speculators", 304, [2, 18, 33])).captures(36) == (1, 17, 32)
     assert parse_head_config(raw_config("eagle", 304)).captures(32) == (31,)

@@ -355,6 +355,9 @@ PUBLISHED = {
         ),
         WRAPPED, "",
     ),
+    "in text_config": (
+        GEMMA | {"text_config": GEMMA["text_config"] | {"quantization_config": GPTQ}}, None, gptq(), WRAPPED, "",
+    ),
     "GPTQ's dynamic": (GEMMA, GPTQ | {"dynamic": DYNAMIC}, by_name(gptq(), down_proj=gptq(8, 64)), WRAPPED, ""),
     "AutoRound": (
         GEMMA, AUTO | {"extra_config": {
