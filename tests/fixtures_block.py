@@ -60,9 +60,11 @@ def plain_block(config, w, states, last, target, gates=False):
     x = embedding[torch.tensor([last] + [config.mask_token] * (config.block_size - 1))]
     places = torch.arange(n + config.block_size)
     back = places[n:, None] - places[None, :]
-    for i, window in enumerate(c.windows):
+    for i, (window, causal) in enumerate(zip(c.windows, config.causal, strict=True)):
         at = f"layers.{i}"
-        seen = torch.ones_like(back, dtype=torch.bool) if window is None else (back >= 0) & (back < window)
+        seen = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+        if window is not None:
+            seen &= (back if causal else n - places[None, :]) < window
 
         def linear(name, rows, at=at):
             return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))

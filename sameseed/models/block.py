@@ -1,7 +1,7 @@
 """Block heads: all tokens of a draft in one pass (DFlash: Chen et al., 2026; DSpark: DeepSeek-AI, 2026).
 
 A block is the last known token followed by mask tokens. A few decoder layers read it; every place attends to the whole
-block, in layers with a window to the places before it. Each layer also attends to keys and values computed from the
+block, in causal layers to the places before it. Each layer also attends to keys and values computed from the
 target's hidden states: fc of several of the target's layers, normed, then the layer's own projections. A Markov head
 may add to the logits of the next token a bias that depends on the token before. In DFlash2, layers also mix each place
 with those before it (`BlockConv`), and a selector scores the likeliest tokens after the token before (`Selector`).
@@ -108,7 +108,7 @@ class BlockHead(Runnable):
         # A block may begin at the last position of the context, so the table is longer by one block.
         rope = rope_table(config.layer.rope, config.layer.head_dim, self.max_model_len + config.block_size)
         self.rope = rope.to(self.device)
-        if weights.convs or any(config.layer.windows):  # which are not recorded
+        if weights.convs or any(config.causal):  # a recorded pass has one mask, and no convolution
             forward = weakref.WeakMethod(self._forward)
             self._run = lambda *args: cast(Any, forward())(ops, *args)
 
@@ -159,9 +159,12 @@ class BlockHead(Runnable):
                 ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # the queries are not used
             return torch.empty(0, 1), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        before = self._causal(batch) if any(c.windows) else batch
-        for i, (layer, kv, window) in enumerate(zip(w.layers, cache.layers, c.windows, strict=True)):
-            seen = batch if window is None else before
+        before = _causal(batch, self.config.block_size)
+        kinds = zip(w.layers, cache.layers, c.windows, self.config.causal, strict=True)
+        for i, (layer, kv, window, causal) in enumerate(kinds):
+            seen = before if causal else batch
+            if window is not None and not causal:
+                window += self.config.block_size - 1  # counted from the first place; the others see as far back
             if w.convs:
                 x = self._mixed_layer(ops, layer, w.convs[i], x, seen, kv, window)
             else:
@@ -170,11 +173,6 @@ class BlockHead(Runnable):
         last = normed_rows(x, w.norm, eps, batch.logit_rows)
         gates = None if w.selector is None else ops.product(last, w.selector.gate)
         return ops.product(last, w.lm_head), gates, None
-
-    def _causal(self, batch: Batch) -> Batch:
-        """The batch of blocks, in which a place sees the places before it and itself."""
-        places = torch.arange(batch.num_rows, device=batch.positions.device) % self.config.block_size
-        return replace(batch, tree_mask=(torch.full_like(places, 2) << places) - 1, key_positions=None)
 
     def _mixed_layer(
         self,
@@ -206,6 +204,12 @@ class BlockHead(Runnable):
             numbers = conv.numbers(ops, rows)
             x = x + conv.mixed(part(conv.mixed(rows, numbers, 0, size)), numbers, 1, size)
         return x
+
+
+def _causal(batch: Batch, size: int) -> Batch:
+    """A batch of blocks of `size` rows, in which a row sees itself and those before it."""
+    places = torch.arange(batch.num_rows, device=batch.positions.device) % size
+    return replace(batch, tree_mask=(torch.full_like(places, 2) << places) - 1, key_positions=None)
 
 
 class BlockRunner:

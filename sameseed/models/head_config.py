@@ -126,15 +126,16 @@ class BlockConfig(HeadConfig):
 
     `block_size`: tokens of a block, which are the last known token and masks (`mask_token`). `from_anchor`: every place
     predicts the token after itself, also the known token's place; otherwise each mask predicts the token in its own
-    place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none. `conv`: taps, and
-    columns of a group, of DFlash2's convolutions; no taps: none. `selector_rank`, `num_candidates`: of its selector; 0
-    for none.
+    place. `markov_rank`: rank of the Markov head, whose bias depends on the token before; 0 for none. `causal`: for
+    each layer, whether a place sees only itself and those before it, not the whole block. `conv`: taps, and columns of
+    a group, of DFlash2's convolutions; no taps: none. `selector_rank`, `num_candidates`: of its selector; 0 for none.
     """
 
     block_size: int = 8
     mask_token: int = 0
     from_anchor: bool = False
     markov_rank: int = 0
+    causal: tuple[bool, ...] = ()
     conv: tuple[int, int] = (0, 1)
     selector_rank: int = 0
     num_candidates: int = 0
@@ -281,7 +282,8 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
 
     _refuse(inner, settings, where)
     layer = parse_config(inner, where)
-    layer = replace(layer, tied_embeddings=False, windows=_windows(inner, settings, layer.num_layers, where))
+    windows, causal = _sights(inner, settings, layer.num_layers, where)
+    layer = replace(layer, tied_embeddings=False, windows=windows)
     spark = "dspark" in str(settings.get("speculators_model_type") or named_architecture(settings)).lower()
     rank = whole_number(settings, where, "markov_rank", 0, least=0) if spark else 0
     markov = settings.get("markov_head_type", "vanilla")
@@ -303,6 +305,7 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
         layer,
         *_sizes(settings, layer, where),
         tuple(i + later for i in aux),
+        causal=causal,
         conv=(taps, max(1, group)),
         selector_rank=rank_of_selector,
         num_candidates=candidates,
@@ -313,22 +316,20 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     )
 
 
-def _windows(inner: Mapping[str, Any], settings: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    """The window of each layer, whose places see those before them; None: they see the whole block.
-
-    Raises ModelLoadError for a mixture of these two.
-    """
+def _sights(
+    inner: Mapping[str, Any], settings: Mapping[str, Any], layers: int, where: str
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Each layer's window, and whether a place sees only the places before it, by the rules of vLLM and speculators."""
     usual = "sliding_attention" if inner.get("use_sliding_window") else "full_attention"
     slides = [kind == "sliding_attention" for kind in inner.get("layer_types") or [usual] * layers]
-    causal = True if settings.get("is_causal") else settings.get("causal")
-    apart = causal is False or settings.get("sliding_window_non_causal")
-    if (causal and not all(slides)) or (any(slides) and apart) or (settings.get("use_swa") and not any(slides)):
-        raise ModelLoadError(
-            f"{where}: a block head is supported whose layers with a window are causal and whose other layers are not; "
-            "take one of those"
-        )
+    causal = [slide and not settings.get("sliding_window_non_causal") for slide in slides]
+    if settings.get("use_swa") and not any(slides):
+        slides = [True] * layers
+    said = next((settings[name] for name in ("is_causal", "causal") if settings.get(name) is not None), None)
     window = whole_number(settings, where, "swa_window_size", inner.get("sliding_window") or 0, least=any(slides))
-    return tuple(window if slide else None for slide in slides)
+    return tuple(window if slide else None for slide in slides), tuple(
+        c if said is None else bool(said) for c in causal
+    )
 
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
