@@ -145,7 +145,7 @@ def summary(_: list[Record]) -> str:
         last = model
     same = yes(all(r["equals_plain"] for r in found))
     about = f"Speed-up over plain decoding. All outputs equal plain decoding's: {same}. "
-    about += "Marks: prompts x most tokens, runs, day, commit."
+    about += "The letter after a figure says how it was measured: prompts x tokens at most, runs, day, commit."
     for machine in dict.fromkeys(machine for machine, _ in marks):
         about += f" {machine}: {'; '.join(f'{mark} {of}' for (on, of), mark in marks.items() if on == machine)}."
     return f"{markdown(head, cells)}\n\n{about}"
