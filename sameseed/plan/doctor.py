@@ -64,7 +64,7 @@ def diagnose(counted: Counted, cost: RoundCost | None = None, plain_tokens_per_s
     known: dict[str, Any] = {}
     if pricing.source is not None:
         need, (best, speed) = pricing.need, pricing.best
-        known = {"need": need, "need_is": pricing.source, "speedup": state.length / need, "by_batch": pricing.table}
+        known = {"need": need, "need_is": pricing.source, "speedup": pricing.speedup, "by_batch": pricing.table}
         known |= {} if pricing.source == "bound" else {"best_k": best, "best_speedup": speed}
     return Diagnosis(
         counted.engine,

@@ -162,9 +162,9 @@ def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
         yield fault(engine, "batch too large", have=have, batch=batch, first=first, rows=rows, most=table[-1][0] - 1)
     elif best == 0 and state.length < need:
         yield fault(engine, "never pays", have=have)
-    elif 0 < best < now and (state.length < need or speed > 1.05 * state.length / need):
+    elif 0 < best < now and (state.length < need or speed > 1.05 * pricing.speedup):
         yield fault(engine, "k too large", have=have, best=best, speed=speed)
-    elif best > now and state.conditional[-1] >= UNUSED and speed > 1.05 * state.length / need:
+    elif best > now and state.conditional[-1] >= UNUSED and speed > 1.05 * pricing.speedup:
         yield fault(engine, "k too small", last=state.conditional[-1], best=best, speed=speed)
 
 
@@ -201,7 +201,7 @@ def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
             use = f"use k = {k}" + (f", and none from {off} clients on" if off else "")
             told = f"You need {need}: {use if k else 'turn it off at this load'}"
         elif not bound:
-            told = f"Speculation pays ({state.length / pricing.need:.2f} times plain decoding): you need {need}"
+            told = f"Speculation pays ({pricing.speedup:.2f} times plain decoding): you need {need}"
         else:
             hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
             told = f"You need {need}{hint}"

@@ -23,6 +23,7 @@ class State:
 
     `length`: tokens that a round with a draft decides, the bonus token included. Seconds are of a mean round: `round_s`
     from one round to the next; `draft_s` and `target_s` are its parts in the models, where the engine says so.
+    `drafted`: share of rounds that had a draft.
     """
 
     counted: Counted
@@ -34,6 +35,7 @@ class State:
     draft_s: float | None = None
     target_s: float | None = None
     overhead_s: float | None = None
+    drafted: float = 1.0
 
     @property
     def now(self) -> int:
@@ -76,7 +78,8 @@ def state_of(counted: Counted) -> State | None:
     total = sum(counted.undrafted.values()) + drafts
     passes = counted.passes
     batch = total / passes if passes and counted.stages and counted.undrafted else counted.running or 1.0
-    made = State(counted, k, length, survival, max(1.0, batch))
+    rounds = total if counted.undrafted else counted.gaps or drafts
+    made = State(counted, k, length, survival, max(1.0, batch), drafted=min(1.0, drafts / rounds))
     whole = sum(counted.stages.values())
     if passes and whole:
         parts = {name: seconds / passes for name, seconds in counted.stages.items()}
@@ -134,12 +137,23 @@ class Pricing:
             plain = s.batch / self.plain_tokens_per_s
         else:  # a plain round is no longer than the target's pass with drafted rows
             plain = s.round_s - (s.draft_s or 0.0)
-        return RoundCost(Curve([(s.batch, plain), (s.batch * (1 + s.k), s.round_s)]))
+        drafted = max(s.round_s, plain + (s.round_s - plain) / s.drafted)  # the mean is over rounds of both kinds
+        return RoundCost(Curve([(s.batch, plain), (s.batch * (1 + s.k), drafted)]))
 
     def ratio(self, k: int) -> float:
         """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
         x = expected(self.cost, self.state.rates, k, self.state.batch)
         return x.seconds / x.plain
+
+    def _over_plain(self, tokens: float, need: float) -> float:
+        """Speed over plain decoding, where drafts bring so many tokens a round; other rounds bring one."""
+        drafted = self.state.drafted
+        return (1.0 + drafted * (tokens - 1.0)) / (1.0 + drafted * (need - 1.0))
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up of the present rounds."""
+        return self._over_plain(self.state.length, self.need)
 
     @property
     def need(self) -> float:
@@ -153,7 +167,8 @@ class Pricing:
     @cached_property
     def best(self) -> tuple[int, float]:
         """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
-        return best(self.cost, self.state.rates, self._lengths, self.state.batch)
+        k, _ = best(self.cost, self.state.rates, self._lengths, self.state.batch)
+        return k, self._over_plain(expected(self.cost, self.state.rates, k, self.state.batch).tokens, self.ratio(k))
 
     @cached_property
     def table(self) -> tuple[tuple[int, int], ...]:

@@ -69,9 +69,9 @@ def ours(per_pos, stages, drafts=1000, passes=1000, **why):
     return text + page("sameseed", {}, tables)
 
 
-def vllm_rounds(per_pos, seconds):
-    """A page of vLLM after 1000 rounds that took so many seconds."""
-    return drafted("vllm", per_pos, inter_token_latency_seconds_sum=seconds, inter_token_latency_seconds_count=1000)
+def vllm_rounds(per_pos, seconds, rounds=1000):
+    """A page of vLLM after rounds that took so many seconds, 1000 of them with a draft."""
+    return drafted("vllm", per_pos, inter_token_latency_seconds_sum=seconds, inter_token_latency_seconds_count=rounds)
 
 
 def found(text, costs=None, plain=None):
@@ -166,6 +166,20 @@ def test_break_even_is_the_ratio_of_times():
     assert lost.faults[-1].name == "never pays"  # not even if verifying cost nothing
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        vllm_rounds([900, 850, 800, 750, 700], 62.5, rounds=5000),
+        ours([900, 850, 800, 750, 700], (2.5, 59, 1), no_draft=4000),
+    ],
+)
+def test_the_speed_up_counts_rounds_without_a_draft(text):
+    """5000 rounds in 62.5 s, 1000 of them with a draft that brought 4 tokens: 9000 tokens, 144 a second."""
+    diagnosis = found(text, None, 80)
+    assert diagnosis.have == 5 and diagnosis.speedup == pytest.approx(144 / 80)
+    assert "pays (1.80 times" in diagnosis.verdict and diagnosis.best_speedup < 3
+
+
 def test_a_server_that_does_well_is_told_so():
     diagnosis = found(ours(GOOD, (3, 10.9, 0.5)), known(ms=(10, 10.2, 10.6, 16, 30, 60, 99)))
     assert diagnosis.faults == () and diagnosis.verdict.startswith("Speculation pays")
@@ -192,7 +206,7 @@ def test_costs_of_the_server_itself_are_used():
 
 
 def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault():
-    names = [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=3000)).faults]
+    names = [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=500)).faults]
     assert names == ["draft share", "cost"]
 
 
