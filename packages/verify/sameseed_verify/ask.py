@@ -314,7 +314,8 @@ def _take(made: ServedText, body: Mapping[str, Any]) -> None:
         made.num_cached = timings.get("cache_n", made.num_cached)
     for choice in (body.get("choices") or ())[:1]:
         said = choice.get("delta") or choice.get("message") or choice
-        if text := (said.get("reasoning_content") or "") + (said.get("text") or said.get("content") or ""):
+        thought = said.get("reasoning_content") or said.get("reasoning") or ""
+        if text := thought + (said.get("text") or said.get("content") or ""):
             made.text += text
             made.moments.append(time.perf_counter())
         made.token_ids += tuple(choice.get("token_ids") or ())

@@ -42,12 +42,16 @@ class Chunks(httpx.AsyncByteStream):
 
 @dataclass
 class PromiseServer:
-    """`fault`: what the server does wrong; `lacks`: features that it does not have (seeds, logprobs, extras, ...)."""
+    """`fault`: what the server does wrong; `lacks`: features that it does not have (seeds, logprobs, extras, ...).
+
+    `says`: the field of a message that holds the text.
+    """
 
     fault: str = ""
     lacks: tuple[str, ...] = ()
     dies_after: int = 10**9
     changes_after: int = 10**9
+    says: str = "content"
     lengths: tuple[int, ...] = ()  # lengths of answers, by length of the prompt; empty: as many tokens as allowed
     closed: bool = False
     inside: int = 0
@@ -160,12 +164,12 @@ class PromiseServer:
         ids = ids if body.get("return_token_ids") else {}
         chat = "messages" in body
         if not body["stream"]:
-            said = {"message": {"content": text}} if chat else {"text": text}
+            said = {"message": {self.says: text}} if chat else {"text": text}
             scores = self._scores(body, prompt, tokens)
             choice = {"index": 0, **said, "finish_reason": "length", **ids, "logprobs": scores}
             return [json.dumps({"choices": [choice], **end}).encode()]
         events: list[dict[str, Any]] = [
-            {"choices": [{"index": 0, **({"delta": {"content": c}} if chat else {"text": c}), "finish_reason": None}]}
+            {"choices": [{"index": 0, **({"delta": {self.says: c}} if chat else {"text": c}), "finish_reason": None}]}
             for c in text
         ]
         events[-1]["choices"][0] |= {"finish_reason": "length", **ids}

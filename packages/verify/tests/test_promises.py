@@ -92,6 +92,15 @@ async def test_each_broken_promise_is_found(fault: str, name: str) -> None:
         assert "not to read it" in " ".join(found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("field", "status"), [("reasoning_content", "broken"), ("reasoning", "broken"), ("unheard-of", "not shown")]
+)
+async def test_thoughts_are_texts_and_empty_answers_show_nothing(field: str, status: str) -> None:
+    server = PromiseServer("repeat", says=field)
+    made = await inquire(server, replace(SETTINGS, only=("repeat",)), chat=True)
+    assert statuses(made) == {"repeat": status}
+
+
 async def test_idle_connections_that_the_server_closed_are_no_failure() -> None:
     """llama-server closes idle connections without notice; a request that got no answer is sent again."""
     made = await inquire(PromiseServer("idle connections closed"))

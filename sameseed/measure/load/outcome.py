@@ -64,7 +64,7 @@ def _take(made: Exchange, moment: float, event: Mapping[str, Any]) -> bool:
     choices = event.get("choices") or ()
     for choice in choices:
         said, ids = choice.get("delta") or choice, choice.get("token_ids") or ()
-        text = said.get("text") or said.get("content") or said.get("reasoning_content") or ""
+        text = said.get("text") or said.get("content") or said.get("reasoning_content") or said.get("reasoning") or ""
         if text or ids:
             made.arrivals.append(moment)
             made.text += text

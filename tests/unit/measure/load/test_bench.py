@@ -393,9 +393,10 @@ def test_without_usage_it_says_what_was_counted():
     assert (chunks.num_output, chunks.counted, chunks.token_gaps) == (2, "chunks", None)
 
 
-def test_chat_counts_from_the_first_text():
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_chat_counts_from_the_first_text(name):
     role = line(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-    text = line(choices=[{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}])
+    text = line(choices=[{"index": 0, "delta": {name: "hi"}, "finish_reason": "stop"}])
     found = read(Exchange(0.0, [(1.0, role), (2.0, text), (2.5, b"data: [DONE]\n\n")]))
     assert found.ttft == 2.0 and found.text == "hi"
 
