@@ -159,7 +159,6 @@ def advance(r, seq, text, known, drafted, kept):
 
 
 # The laws are tested on the CPU and, if there is one, on a GPU.
-NO_GPU = "there is no CUDA GPU here: the laws are tested on the CPU alone"
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 

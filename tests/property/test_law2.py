@@ -9,17 +9,13 @@ temperature that is wrong by 4 %, or with 1.5 % of the texts moved to another te
 """
 
 import math
-import warnings
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from fixtures_device import pretended_device
-from lawkit import DEVICES
 
 from sameseed.laws import textbook
 from sameseed.laws.statistics import target_law
@@ -183,30 +179,6 @@ def test_drafters_cannot_change_a_single_text(shape):
             assert seq.output_token_ids[:8] == plain.output_token_ids
 
 
-def test_where_logits_lie_changes_no_choice():
-    """The choice is made on the CPU, so the law shown above holds for logits on every device."""
-    params, drafters, _, mates = SHAPES["tree"]
-    texts = []
-    for device in (*DEVICES, "pretended"):
-        with pretended_device() if device == "pretended" else nullcontext(device) as name:
-            table = TARGET.to(name)
-            seqs = [Sequence(i, PROMPT, params, 70 + i) for i in range(6)]
-            for _ in range(4):
-                advance(seqs, [drafters[i % len(drafters)] for i in range(6)], mates, table)
-        texts.append([seq.token_ids for seq in seqs])
-    assert all(found == texts[0] for found in texts)
-
-
-def test_the_judge_notices_a_wrong_law():
-    """The test of fit rejects draws from a slightly different distribution: it can fail."""
-    params, drafters, length, _ = SHAPES["chain"]
-    counts = draw(params, drafters, range(15_000), length)
-    wrong = exact(SamplingParams(temperature=0.84, logit_bias={1: 0.7}), length)
-    assert target_law(counts, wrong).p_value < 1e-6
-    missing = exact(SamplingParams(temperature=0.8, logit_bias={1: 0.7}, top_k=4), length)
-    assert target_law(counts, missing).impossible > 0
-
-
 N = 100_000
 EULER = 0.5772156649015329
 ALONG = {
@@ -226,22 +198,6 @@ def test_noise_is_gumbel(along):
     assert abs(float(noise.var()) - deviation**2) < 4 * deviation**2 * math.sqrt(4.4 / n)  # kurtosis 5.4
     cells = Counter((int(u * 64),) for u in torch.exp(-torch.exp(-noise)).tolist())
     assert target_law(cells, {(i,): 1 / 64 for i in range(64)}).p_value > MIN_P_VALUE
-
-
-def test_noise_is_a_function_of_seed_position_and_token():
-    ids = np.array([5, 900, 7, 31999, 0])
-    whole = gumbel_noise(42, 7, ids)
-    assert [gumbel_noise(42, 7, ids[i : i + 1])[0] for i in range(5)] == whole.tolist()
-    assert gumbel_noise(42, 7, np.arange(32000))[ids].tolist() == whole.tolist()
-    assert len({*whole.tolist(), *gumbel_noise(43, 7, ids).tolist(), *gumbel_noise(42, 8, ids).tolist()}) == 15
-
-
-def test_noise_has_no_extremes():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for seed, position in product((0, 1, 2**31, 2**63 - 1), (0, 1, 2**31 - 1)):
-            assert np.isfinite(gumbel_noise(seed, position, np.array([0, 1, 2**31 - 1]))).all()
-    assert 8 < gumbel_noise(9, 9, np.arange(N)).max() < 40
 
 
 def test_derived_seeds():

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from lawkit import DEVICES, DRAFTERS, NO_GPU, SAMPLED, load_pair, make_engine, random_prompts, run, texts
+from lawkit import DEVICES, DRAFTERS, SAMPLED, load_pair, make_engine, random_prompts, run, texts
 
 from sameseed import registry
 from sameseed.engine.overlap import Overlap
@@ -37,11 +37,6 @@ EACH = [
     SamplingParams(max_tokens=LENGTH, seed=40 + i, ignore_eos=True, **({}, SAMPLED, {"frequency_penalty": 0.3})[i % 3])
     for i in range(len(PROMPTS))
 ]
-
-
-@pytest.mark.skipif("cuda" in DEVICES, reason="there is a GPU: the laws are tested on it")
-def test_the_laws_wait_for_a_gpu():
-    pytest.skip(NO_GPU)
 
 
 @pytest.fixture(scope="module", params=FORMATS + ROUNDED + (ON_GPU if "cuda" in DEVICES else []), ids="-".join)
