@@ -15,7 +15,6 @@ from sameseed.spec import sampling, verify
 _COUNT = vars(sampling.SamplingState)["of"].__func__  # the function behind the class method
 _EACH = "np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)"
 _GRAMMAR = "seq.grammar.allowed(seq.output_token_ids, _written(seq, path))"
-_LAST = "(table.shape[1] - 1 - table[:, ::-1].argmax(axis=-1)) if len(table) > 1 else table.argmax(axis=-1)"
 
 
 def _text(name, function, old, new, *checks):
@@ -59,7 +58,6 @@ _PROCESSORS = (
     _native("no temperature", "_divisor(params),", "1.0,"),
     _native("no top-p", "params.top_p)", "1.0)"),
     _native("no min-p", "_floor(params),", "-np.inf,"),
-    _text("the last of equals, in passes of several rows", verify._argmax, "table.argmax(axis=-1)", _LAST, "L3e"),
 )
 _GRAMMARS = (
     _text("a grammar rules nothing out", sampling._allow, "row.fill(-np.inf)", "pass"),

@@ -217,7 +217,5 @@ def test_who_leaves_keeps_the_prefix_for_the_next(pair):
 ROUNDS = 400
 
 
-
-
 def test_the_manager_passes():
     assert shake(ROUNDS) > 1000, "rows were shared"

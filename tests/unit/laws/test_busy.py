@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from proof import ties
 from proof.mutants import toy_subject
 
 from sameseed.drafters._eagle_context import Contexts
@@ -64,18 +63,6 @@ def test_scores_of_another_row_are_told(subject, monkeypatch):
     )
     result = looked(busy.scores, subject)
     assert result.status == FAILED and result.found.statistic["too_far"] > 10, "though all engines agree"
-
-
-def test_the_second_of_equals_is_told(subject, monkeypatch):
-    assert looked(ties.equal_logits, subject).status == PASSED
-    right = verify._argmax
-
-    def last(table):
-        best, finite = right(table)
-        return ([b + 1 for b in best], finite) if len(table) > 3 else (best, finite)
-
-    monkeypatch.setattr(verify, "_argmax", last)
-    assert looked(ties.equal_logits, subject).status == FAILED
 
 
 def test_the_cache_of_a_draft_is_looked_at(subject, monkeypatch):

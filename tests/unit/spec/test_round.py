@@ -165,6 +165,16 @@ def test_counters():
     assert SpecMetrics().mean_acceptance_length is None
 
 
+@pytest.mark.parametrize("bias", [{}, {1: -9.0}])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_the_first_of_equals_is_chosen(rows, bias):
+    """Tokens 2 i and 2 i + 1 have equal logits, for one row as for several; biases take another way."""
+    logits = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1)).repeat_interleave(2, dim=1)
+    seqs = [Sequence(b, [1], SamplingParams(logit_bias=bias), 0) for b in range(rows)]
+    found = verify(Draft.chains([[]] * rows), logits, seqs, [True] * rows)
+    assert found.tokens == [[2 * i] for i in logits[:, ::2].argmax(dim=1).tolist()]
+
+
 def test_choices_that_are_made_need_no_logits():
     """A backend's choices are used for drawable requests; only the logits of the others come to the CPU."""
     draft = Draft.chains([[4, 5], [6, 7]])
