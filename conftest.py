@@ -7,17 +7,22 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import torch
 from fixtures_block import fit_block
 from fixtures_eagle import fit_head
+from fixtures_quantize import SMALL, write_text
 from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
 from sameseed import ops, registry, store
 from sameseed.models.loader import load_model
+
+if TYPE_CHECKING:
+    from fixtures_server import Server
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
@@ -119,6 +124,27 @@ def pair_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def pair(pair_folders: tuple[Path, Path]) -> Pair:
     """The tiny pair on the fastest backend that runs here."""
     return load_pair(*pair_folders)
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    """A client of the module's server."""
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to quantize."""
+    folder = tmp_path_factory.mktemp("source") / "model"
+    write_model(folder, **SMALL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of texts to calibrate a quantizer with."""
+    return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Tiny random checkpoints of every model of the family, and the ways to run them."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sameseed import ops, registry, scheme
+from sameseed import hub, ops, registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
 from sameseed.models.config import family, parse_config
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import rope_table
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, resolve_model
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import TensorSource, expected_shapes, read_weights
 from sameseed.request import SamplingParams, Sequence
@@ -35,6 +36,22 @@ def need(path):
     if not path.exists():
         pytest.skip(f"{path.name} is not here (data beside the repository)")
     return path
+
+
+def embedded(name="embedded"):
+    """The folder of an embedded model; skips the test in a checkout without its weights."""
+    folder = resolve_model(name)
+    if not (folder / "model.safetensors").exists():
+        pytest.skip(f"{name}: its weights are not in this checkout; `sameseed train` makes them")
+    return folder
+
+
+def others_model(name):
+    """The first file of $SAMESEED_MODELS with this name; skips the test where there is none."""
+    found = sorted(Path(os.environ.get(hub.MODELS, "nowhere")).glob(f"{name}*.gguf"))
+    if not found:
+        pytest.skip(f"{hub.MODELS} names no folder with {name}")
+    return found[0]
 
 
 def backends():

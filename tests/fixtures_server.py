@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -27,20 +28,44 @@ START = 120.0  # seconds at most, on a busy machine
 DONE = Ended(FinishReason.STOP, 1, Metrics(0, 0, SpecMetrics(), TimeSplit(), 0.0, 0.0, 0.0))
 
 
-class Server:
-    """One running server. `log` holds its log lines, parsed."""
+def start(*argv, **kwargs):
+    """Start the command in a process of its own, with Ctrl-C enabled even if the tests run without it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sameseed", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **kwargs,
+    )
 
-    def __init__(self, *flags, env=None):
+
+class Server:
+    """One running server. `log` holds its log lines, parsed, unless `process` (as for Popen) sends them elsewhere."""
+
+    def __init__(self, *flags, env=None, **process):
         self.log: list[dict[str, Any]] = []
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sameseed", "serve", "--port", "0", "--threads", "1", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(env or {})},
+            **{"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, **(env or {})}, **process},
         )
-        threading.Thread(target=self._read, daemon=True).start()
-        self.url = str(self.wait_log("listening")["url"])
+        if self.process.stderr:
+            threading.Thread(target=self._read, daemon=True).start()
+            self.url = str(self.wait_log("listening")["url"])
+        else:
+            wait_until(self._listening, START)
+            self.url = f"http://127.0.0.1:{self._listening()[0]}"
+
+    def _listening(self):
+        return [port for port, _, state in sockets(self.process.pid) if state == "0A"]
+
+    @property
+    def port(self):
+        return int(self.url.rpartition(":")[2])
+
+    def connect(self):
+        """An open TCP connection."""
+        return socket.create_connection(("127.0.0.1", self.port), 10)
 
     def _read(self):
         for line in self.process.stderr:

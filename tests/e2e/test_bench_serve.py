@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from fixtures_server import Server
+from fixtures_server import gauge, serving
 
 from sameseed.cli import main
 from sameseed.report import record
@@ -15,13 +15,8 @@ KEY = "a-key-for-the-test"
 def server(pair_folders):
     target, draft = (str(p) for p in pair_folders)
     flags = ["--model", target, "--draft", draft, "--served-model-name", "tiny", "--max-num-seqs", "2"]
-    flags += ["--policy", "fixed"]
-    made = Server(*flags, "--max-queue", "1", env={"SAMESEED_API_KEY": KEY})
-    try:
-        made.wait_log("ready")
+    with serving(*flags, "--policy", "fixed", "--max-queue", "1", env={"SAMESEED_API_KEY": KEY}) as made:
         yield made
-    finally:
-        assert made.stop() == 0
 
 
 def test_speculation_off_and_on(server, tmp_path, monkeypatch, capsys):
@@ -51,18 +46,15 @@ def test_speculation_off_and_on(server, tmp_path, monkeypatch, capsys):
         assert on["same_texts"] == [6, 6] and on["speedup"] > 0
     assert records[0]["retries"] == 0
     assert sum(r["retries"] for r in records[2:]) > 0  # six clients, room for three: the others retried
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as http:
+        assert gauge(http, "admission_rejections_total") > 0
 
 
-def test_what_is_wrong_is_said(server, capsys, tmp_path):
+def test_what_is_wrong_is_said(server, capsys):
     for flags, says in (
         (["--url", server.url], "wants an API key"),
         (["--url", "http://127.0.0.1:9"], "is it running"),
-        (["--url", "nonsense"], "--url takes a server's address"),
-        (["--lengths", "7"], "IN-OUT"),
-        (["--concurrency", "x"], "--concurrency takes"),
         (["--compare-speculation", "--baseline-url", "http://h"], "one of them"),
-        (["--extra-body", "[]"], "JSON object"),
-        (["--prompts", str(tmp_path / "none.txt")], "cannot read prompts"),
     ):
         assert main(["bench", "serve", *flags]) == 2
         assert says in capsys.readouterr().err

@@ -100,11 +100,7 @@ def test_a_draft_that_never_agrees_is_warned_of(cli, model, data, tmp_path):
         (["--tasks", "humanevl"], "did you mean 'humaneval'"),
         (["--limit", "0", "--tasks", "gsm8k"], "limit must be at least 1"),
         (["--plot", "x.png"], "--compare"),
-        (["--compare", "a@b@c@d"], "MODEL@FORMAT"),
         (["--compare", "embedded", "--format", "w4a8"], "MODEL@FORMAT"),
-        (["--compare", "embedded", "embedded"], "each once"),
-        (["--compare", "embedded", "--draft", "none"], "acceptance"),
-        (["--compare", "embedded", "--draft", "ngram", "--draft-options", '{"max_ngrm": 4}'], "max_ngram"),
         (["embedded", "--compare", "embedded"], "no other"),
     ],
 )

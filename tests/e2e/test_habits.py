@@ -122,16 +122,6 @@ def test_a_closed_llm(pair_folders):
     assert_nothing_left(engine)
 
 
-def test_deltas_have_the_text_so_far(llm):
-    deltas = list(llm.stream("the sum", SamplingParams(max_tokens=12, ignore_eos=True)))
-    text, ids = "", ()
-    for delta in deltas:
-        text, ids = text + delta.text, ids + delta.token_ids
-        (so_far,) = delta.outputs
-        assert (so_far.text, so_far.token_ids, delta.finished) == (text, ids, delta is deltas[-1])
-    assert so_far.finish_reason == "length" and len(ids) == 12
-
-
 def test_one_answer_or_a_list(llm):
     with pytest.raises(RequestError, match=r"chat\(\[messages\]\)"):
         llm.chat(MESSAGES, n=2)

@@ -1,11 +1,10 @@
 """What `estimate` says of memory, held against processes: at the start, and with a long text in the cache."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fixtures_models import others_model
 
 from sameseed.plan.estimate import Question, estimate, given_limits
 from sameseed.plan.memory import PROGRAM
@@ -25,21 +24,12 @@ print(before, peak())
 """
 
 
-def model(name):
-    if name == "embedded":
-        return name
-    found = sorted(Path(os.environ.get("SAMESEED_MODELS", "/nowhere")).glob(f"{name}*.gguf"))
-    if not found:
-        pytest.skip(f"SAMESEED_MODELS names no folder with {name}")
-    return str(found[0])
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory in kB, as Linux counts it")
 @pytest.mark.parametrize("tokens", [1, 800])
 @pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_a_process_takes_what_was_estimated(name, tokens):
     """To 5 % and `SLACK`. The interpreter with PyTorch counts as it is: its size depends on PyTorch's build."""
-    path = model(name)
+    path = name if name == "embedded" else str(others_model(name))
     ran = subprocess.run([sys.executable, "-c", CHILD, path, str(tokens)], capture_output=True, text=True, check=True)
     program, took = (int(kib) * 1024 for kib in ran.stdout.split())
     limits = given_limits(50.0, 1.0, 2)

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from fixtures_gguf import QWEN2, bpe_keys, trained, write_gguf
-from fixtures_quantize import SMALL, write_text
+from fixtures_quantize import SMALL
+from fixtures_server import start
 from lawkit import write_model
 from safetensors.torch import load_file
 
@@ -18,28 +17,16 @@ from sameseed.cli import main
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source") / "model"
-    write_model(folder, **SMALL)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
-
-
-@pytest.fixture(scope="module")
-def gguf_file(model, tmp_path_factory):
+def gguf_file(small_model, tmp_path_factory):
     """The same matrices in 8 bits, as others publish them."""
     keys = bpe_keys(trained(QWEN2, 303), "qwen2", {"<e>": 3}, eos_token_id=2)
-    raw, tensors = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    raw, tensors = json.loads((small_model / "config.json").read_text()), load_file(small_model / "model.safetensors")
     raw = {"rope_parameters": {"rope_theta": 10000.0}, **raw}
     path = tmp_path_factory.mktemp("gguf") / "model-Q8_0.gguf"
     return write_gguf(path, raw, tensors, lambda name: "Q8_0", tokenizer=keys)
 
 
-@pytest.mark.parametrize("source", ["model", "gguf_file"])
+@pytest.mark.parametrize("source", ["small_model", "gguf_file"])
 def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, tmp_path, request, capsys):
     model, out = request.getfixturevalue(source), tmp_path / "out"
     assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
@@ -53,8 +40,9 @@ def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, t
     assert json.loads(capsys.readouterr().out)["text"] == expected[0].text
 
 
-def test_json_and_tables(model, text, tmp_path, capsys):
-    base = ["quantize", str(model), "--method", "rotate+gptq", "--scheme", "w4a16-g32", "--calibration", str(text)]
+def test_json_and_tables(small_model, calibration, tmp_path, capsys):
+    base = ["quantize", str(small_model), "--method", "rotate+gptq", "--scheme", "w4a16-g32"]
+    base += ["--calibration", str(calibration)]
     sizes = ["--samples", "4", "--length", "32"]
     assert main([*base, *sizes, "-o", str(tmp_path / "a"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -67,17 +55,11 @@ def test_json_and_tables(model, text, tmp_path, capsys):
     assert "layer 2/2: output error q " in captured.err
 
 
-def test_an_interruption_says_how_to_go_on(text, tmp_path):
+def test_an_interruption_says_how_to_go_on(calibration, tmp_path):
     write_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 12})
     argv = ["quantize", str(tmp_path / "model"), "--method", "awq", "--scheme", "w4a16-g32"]
-    argv += ["-o", str(tmp_path / "out"), "--calibration", str(text), "--samples", "8", "--length", "64"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sameseed", *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs have no handler
-    )
+    argv += ["-o", str(tmp_path / "out"), "--calibration", str(calibration), "--samples", "8", "--length", "64"]
+    process = start(*argv, text=True)
     first = tmp_path / "out.partial" / "layer-00000.safetensors"
     while not first.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -90,9 +72,9 @@ def test_an_interruption_says_how_to_go_on(text, tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "words"), [(["--scheme", "w4a8"], "-o is missing"), (["-o", "."], "exists")])
-def test_bad_usage(model, tmp_path, monkeypatch, capsys, argv, words):
+def test_bad_usage(small_model, tmp_path, monkeypatch, capsys, argv, words):
     monkeypatch.chdir(tmp_path)
-    assert main(["quantize", str(model), *argv]) == 2
+    assert main(["quantize", str(small_model), *argv]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and words in captured.err
     assert not (tmp_path / "out").exists()

@@ -1,11 +1,10 @@
 """Trained models that others made: SmolLM2, from $SAMESEED_MODELS or the package index, and others where they are."""
 
-import os
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
-from fixtures_models import all_logits
+from fixtures_models import all_logits, others_model
 
 from sameseed import LLM, SamplingParams, hub, ops
 from sameseed.errors import ModelLoadError
@@ -19,7 +18,7 @@ the lamp alight until morning.
 def mean(values):
     return sum(values) / len(values)
 """
-QUESTIONS = ("Why is the sky blue?", "Repeat this word for word: one two three, two three four, three four five.")
+PROMPTS = ["1, 1, 2, 3, 5, 8, 1, 1, 2, 3, 5, 8,", "def is_prime(n: int) -> bool:\n"]
 
 
 @pytest.fixture(scope="module")
@@ -51,47 +50,22 @@ def test_logits_are_those_of_transformers(smollm2):
     assert ours.argmax(-1)[sure].equal(right.argmax(-1)[sure])
 
 
-@pytest.fixture(scope="module")
-def plain(smollm2):
-    with LLM(str(smollm2), max_model_len=512, max_num_seqs=2) as llm:
-        yield llm
-
-
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "self_quant", "smollm2-head"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_nothing(draft, temperature, plain, smollm2):
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=7)
-    asked = [plain.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
-    right, settings = plain.generate(asked, params), {"max_model_len": 512, "max_num_seqs": 2}
-    with LLM(str(smollm2), draft, policy="fixed", target=plain.engine.runner, **settings) as llm:
-        got = llm.generate(asked, params)
-    assert [c.token_ids for c in got] == [c.token_ids for c in right]
-    assert sum(c.metrics.spec.num_accepted_tokens for c in got) > 0
-
-
-def test_a_draft_model_of_the_same_family_changes_nothing():
-    folder = Path(os.environ.get(hub.MODELS, "nowhere"))
-    target, draft = (folder / f"qwen2.5-coder-{size}-instruct-q4_k_m.gguf" for size in ("1.5b", "0.5b"))
-    if not (target.exists() and draft.exists()):
-        pytest.skip(f"{hub.MODELS} names no folder with Qwen2.5-Coder 1.5B and 0.5B")
-    params = SamplingParams(max_tokens=32)
-    code = "def is_prime(n: int) -> bool:\n"
-    with LLM(str(target), max_model_len=256, max_num_seqs=1) as plain:
-        right = plain.generate(code, params)[0]
-        with LLM(str(target), str(draft), max_model_len=256, max_num_seqs=1, target=plain.engine.runner) as llm:
-            got = llm.generate(code, params)[0]
-    assert got.token_ids == right.token_ids and got.text == right.text
-
-
-def test_drafts_change_nothing_with_gemma():
-    file = Path(os.environ.get(hub.MODELS, "nowhere")) / "gemma-3-270m-q4_k_m.gguf"
-    if not file.exists():
-        pytest.skip(f"{hub.MODELS} names no folder with Gemma 3 270M")
-    prompts, settings = ["The capital of France is", "1, 1, 2, 3, 5, 8,"], {"max_model_len": 256, "max_num_seqs": 2}
+@pytest.mark.parametrize(
+    ("target", "drafts"),
+    [
+        ("smollm2", ("ngram", "suffix", "self_quant", "smollm2-head")),
+        ("qwen2.5-coder-1.5b", ("qwen2.5-coder-0.5b",)),
+        ("gemma-3-270m", ("ngram", "suffix")),
+    ],
+)
+def test_drafts_change_nothing(target, drafts, request):
+    file = request.getfixturevalue(target) if target == "smollm2" else others_model(target)
+    settings = {"max_model_len": 256, "max_num_seqs": 2}
     with LLM(str(file), **settings) as plain:
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=32, temperature=temperature, seed=7)
-            right = [c.token_ids for c in plain.generate(prompts, params)]
-            for draft in ("ngram", "suffix"):
-                with LLM(str(file), draft, policy="fixed", target=plain.engine.runner, **settings) as llm:
-                    assert [c.token_ids for c in llm.generate(prompts, params)] == right
+        for draft, temperature in product(drafts, (0.0, 0.8)):
+            params = SamplingParams(max_tokens=24, temperature=temperature, seed=7)
+            right, named = plain.generate(PROMPTS, params), others_model(draft) if draft.startswith("qwen") else draft
+            with LLM(str(file), str(named), policy="fixed", target=plain.engine.runner, **settings) as llm:
+                got = llm.generate(PROMPTS, params)
+            assert [c.token_ids for c in got] == [c.token_ids for c in right], draft
+            assert sum(c.metrics.spec.num_accepted_tokens for c in got) > 0, draft

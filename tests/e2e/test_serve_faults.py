@@ -121,7 +121,6 @@ def test_one_keys_flood_keeps_no_other_key_waiting(server, http):
 def test_bad_clients_harm_nobody(server, http):
     """Malformed, cut-off, slow and idle clients among good ones, whose texts must not change."""
     alone = {p: complete(http, p) for p in ("the sum of", "def add(", "a list")}
-    host, _, port = server.url.removeprefix("http://").partition(":")
     rng = random.Random(1)
     heads = [
         b"GET /",
@@ -130,7 +129,7 @@ def test_bad_clients_harm_nobody(server, http):
         b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: x\r\n\r\n",
     ]
-    idle = [socket.create_connection((host, int(port))) for _ in range(30)]
+    idle = [server.connect() for _ in range(30)]
     for connection in idle:
         connection.sendall(rng.choice(heads))
 

@@ -47,12 +47,6 @@ def server(pair_folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def openai(server):
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
         yield client
@@ -122,13 +116,6 @@ def test_languages(http):
             parts = [c for e in events(response) for c in e["choices"]]
         assert ["".join(c["text"] for c in parts if c["index"] == i) for i in range(6)] == found
     assert num_varied > 3
-
-
-def test_json_objects(http):
-    fields = {"response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "max_tokens": 60, "n": 8}
-    response = http.post("/v1/completions", json={"prompt": "x", "temperature": 0.9, "seed": 1, **fields})
-    done = [c["text"] for c in response.json()["choices"] if c["finish_reason"] == "stop"]
-    assert done and all(isinstance(json.loads(text), dict) for text in done)
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,16 @@ import json
 
 import pytest
 import torch
-from fixtures_models import all_logits, backends, load, oracle
+from fixtures_models import all_logits, backends, embedded as folder, load, oracle
 from golden import embedded
 
 from sameseed import ops
-from sameseed.models.loader import resolve_model
 from sameseed.tokenizer import Tokenizer
 
 REMEDY = "run `python tests/golden/embedded.py --write` and look at what changed"
 every_backend = pytest.mark.parametrize("backend", backends())
 every_model = pytest.mark.parametrize("model", ["embedded", "embedded-draft"])
 every_format = pytest.mark.parametrize(("weights", "kv_format"), embedded.FORMATS)
-
-
-def folder(model):
-    found = resolve_model(model)
-    if not (found / "model.safetensors").exists():
-        pytest.skip(f"{found.name}: the embedded weights are not in this checkout; `sameseed train` makes them")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -106,33 +106,26 @@ MISTAKES = (
     Mutant(
         "moves keys and forgets values", reference.move_kv, "_flat(layer)", "_flat(layer)[::2]", ("C1", "L3"), REFERENCE
     ),
-    Mutant("noise ignores the position", sampling.noise_key, "position * ", "0 * ", ("L7", "L5")),
-    Mutant("noise ignores the seed", sampling.noise_key, "seed & _MASK", "0", ("L7", "L5s")),
-    Mutant("noise ignores the token", sampling.gumbel_noise, "z += _ONE", "z[:] = _ONE", ("L7", "L5s")),
-    Mutant("noise is uniform, not Gumbel", sampling.gumbel_noise, "for _ in range(2):", "for _ in range(0):", ("L5s",)),
-    Mutant(
-        "completions of one request share a seed",
-        sampling.derive_seed,
-        "_mix((seed + index * _GOLDEN) & _MASK) >> 1",
-        "seed",
-        ("L5s", "L7"),
-    ),
+    Mutant("noise ignores the position", sampling.noise_key, "position * ", "0 * ", ("T1",)),
+    Mutant("noise ignores the seed", sampling.noise_key, "seed & _MASK", "0", ("T1",)),
+    Mutant("noise ignores the token", sampling.gumbel_noise, "z += _ONE", "z[:] = _ONE", ("T1",)),
+    Mutant("noise is uniform, not Gumbel", sampling.gumbel_noise, "for _ in range(2):", "for _ in range(0):", ("T1",)),
     Mutant(
         "top-k keeps one token too many",
         sampling.survivors,
         "-params.top_k)[-params.top_k]",
         "-params.top_k - 1)[-params.top_k - 1]",
-        ("L5s",),
+        ("T1",),
     ),
     Mutant(
-        "top-p stops too early", sampling.survivors, "weights, params.top_p", "weights, params.top_p * 0.9", ("L5s",)
+        "top-p stops too early", sampling.survivors, "weights, params.top_p", "weights, params.top_p * 0.9", ("T1",)
     ),
     Mutant(
         "the temperature is applied twice",
         sampling.survivors,
         "_scaled(row, params)",
         "_scaled(row, params) / _divisor(params)",
-        ("L5s",),
+        ("T1",),
     ),
     Mutant("penalties do not see the draft", sampling._penalize, "if written:", "if False:", ("L9", "L6")),
     Mutant("penalties of a draft stay", sampling._penalize, "counts = counts.copy()", "pass", ("L9", "L6")),

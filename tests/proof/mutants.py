@@ -7,19 +7,16 @@ from dataclasses import dataclass, field, replace
 from proof.mistakes import MISTAKES
 from proof.mistakes_engine import ENGINE_MISTAKES
 from proof.mutant import Mutant as Mutant, MutantError as MutantError
-from proof.noise import noise, sampler
 from proof.toy import toy_loaded
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.laws import checks
 from sameseed.laws.check import FAILED, PASSED, Effort, Result, run_check
+from sameseed.laws.checks import CHECKS
 from sameseed.laws.subject import Subject
 from sameseed.ops import Ops, reference
 from sameseed.request import SamplingParams
 from sameseed.spec import sampling, verify
 from sameseed.tokenizer import Tokenizer
 
-# The certificate's checks, and those that depend on no model, draft or machine. The last two judge what others left.
-CHECKS = (*checks.CHECKS[:-2], sampler, noise, *checks.CHECKS[-2:])
 VOCAB = 64
 NOISE = 0.1  # of the toy draft: right often enough for A1, wrong often enough for all other checks
 EFFORT = Effort(1e-9, 0.2)  # mutants are wrong enough to show at a fifth of the least sizes
@@ -38,7 +35,7 @@ class Trial:
 
 def toy_subject(tokenizer, format="auto", kv="auto", backend="auto", device="cpu", draft="draft_model"):
     """A random toy target with its draft, and four short prompts."""
-    spec = SpecConfig(draft, "toy", num_draft_tokens=4, policy="fixed")
+    spec = SpecConfig(draft, "toy", num_draft_tokens=4)
     config = EngineConfig(backend=backend, device=device, format=format, cache=CacheConfig(format=kv), spec=spec)
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(n)) for n in (3, 5, 8, 6)]

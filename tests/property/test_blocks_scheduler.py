@@ -8,12 +8,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lawkit import SAMPLED, assert_nothing_left, make_engine, random_prompts
+from lawkit import SAMPLED, assert_nothing_left, random_prompts
 
 from sameseed import LLM
 from sameseed.engine.scheduler import LEAST_ROWS, PATIENCE, Scheduler
 from sameseed.kvcache.blocks import BlockManager
-from sameseed.request import FinishReason, Request, SamplingParams, Sequence
+from sameseed.request import SamplingParams, Sequence
 
 
 def check_ownership(blocks, seqs):
@@ -202,46 +202,6 @@ def test_no_one_starves(seed):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=40)
-
-
-SPECS = {
-    "plain": {},
-    "ngram": {"method": "ngram", "options": {"min_ngram": 1}},
-    "draft_model": {"method": "draft_model", "k": 5},
-}
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_random_aborts_leave_nothing(pair, spec):
-    rng = random.Random(spec)
-    prompts = random_prompts(40, seed=2)
-    engine = make_engine(pair, **SPECS[spec], rows=40, block=8, tokens=256, max_len=120)
-    ended = {}
-    aborted = []
-
-    def note(deltas):
-        for d in deltas:
-            if d.completion is not None:
-                ended[d.request_id] = d.completion.finish_reason
-                aborted.extend([d.completion] if d.completion.finish_reason is FinishReason.ABORT else [])
-
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=30, ignore_eos=True, seed=i, **(SAMPLED if i % 2 else {}))
-        engine.add(Request(f"r{i}", tuple(prompt), params, i))
-        for _ in range(rng.randint(0, 3)):
-            note(engine.step())
-        if rng.random() < 0.5:
-            victim = rng.randint(0, i)
-            note(engine.abort(f"r{victim}"))
-            assert all(r.request.request_id != f"r{victim}" for r in engine._live.values())
-        check_ownership(engine.runner.blocks, [r.seq for r in engine._live.values()])
-    while engine.has_work:
-        note(engine.step())
-    assert ended.keys() == {f"r{i}" for i in range(40)}
-    assert {FinishReason.LENGTH, FinishReason.ABORT} == set(ended.values())
-    assert any(c.token_ids for c in aborted), "what an aborted request had written is given out"
-    assert engine.abort("r0") == [], "an id that is gone does nothing"
-    assert_nothing_left(engine)
 
 
 FAULTS = ["propose", "forward", "verify", "commit", "observe", "deliver"]

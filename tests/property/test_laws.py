@@ -1,9 +1,8 @@
-"""Laws 1 to 3 for every drafter in the registry, in every kind of format: a new drafter is tested at once.
+"""Laws 1 and 3 for every drafter in the registry, in every kind of format: a new drafter is tested at once.
 
 If there is a GPU, they are tested on it too: with its kernels in more formats, and with the reference.
 """
 
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -11,8 +10,6 @@ from lawkit import DEVICES, DRAFTERS, SAMPLED, load_pair, make_engine, random_pr
 
 from sameseed import registry
 from sameseed.engine.overlap import Overlap
-from sameseed.laws.law import exact_laws
-from sameseed.laws.statistics import target_law
 from sameseed.request import SamplingParams
 from sameseed.spec.drafter import goes_ahead
 
@@ -76,23 +73,3 @@ def test_text_is_plain_decodings(stored, name):
     done = run(tight, PROMPTS, EACH)
     assert texts(done) == plain
     assert sum(c.metrics.num_preemptions for c in done) == tight.scheduler.num_preemptions > 0
-
-
-def test_text_follows_the_targets_law(stored):
-    """Law 2 for plain decoding in this format: two tokens over 600 seeds against the model's own probabilities.
-
-    The test above shows that every drafter gives the texts of plain decoding, so law 2 holds for every drafter.
-    """
-    pair, kv, _ = stored
-    params = SamplingParams(max_tokens=2, seed=5, ignore_eos=True, temperature=0.7, top_k=3, n=100)
-    prompt = PROMPTS[2]
-    counts = Counter()
-    for seed in range(6):
-        asked = SamplingParams(**{**vars(params), "seed": 1000 * seed})
-        counts.update(texts(run(make_engine(pair, kv=kv, seqs=100, tokens=8192), [prompt], asked)))
-    law = exact_laws(pair.target, kv, {"": params}, prompt, 2)[""]
-    assert len(law) == 9
-    assert target_law(counts, law).good
-    likeliest = max(law, key=lambda cell: law[cell])
-    wrong = {cell: p * (2.0 if cell == likeliest else 1.0) / (1 + law[likeliest]) for cell, p in law.items()}
-    assert not target_law(counts, wrong).good, "the judge can say no"

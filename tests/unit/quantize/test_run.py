@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fixtures_models import all_logits, oracle_logits, prompt
-from fixtures_quantize import SMALL, write_text
+from fixtures_quantize import SMALL
 from lawkit import write_model, write_tokenizer
 from safetensors.torch import load_file
 
@@ -22,21 +22,9 @@ from sameseed.store import replacing
 from sameseed.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source") / "model"
-    write_model(folder, **SMALL)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "calibration.jsonl")
-
-
 @pytest.fixture
-def plan(model, text, tmp_path):
-    return QuantizePlan(str(model), tmp_path / "out", "w4a16-g32", "gptq", text, samples=6, length=32)
+def plan(small_model, calibration, tmp_path):
+    return QuantizePlan(str(small_model), tmp_path / "out", "w4a16-g32", "gptq", calibration, samples=6, length=32)
 
 
 def weights(folder):
@@ -256,7 +244,7 @@ def test_bad_plans(plan, change, words):
     assert not plan.out.exists()
 
 
-def test_a_destination_in_use(plan, model):
+def test_a_destination_in_use(plan, small_model):
     quantize(replace(plan, method="rtn"))
     before = weights(plan.out)
     with pytest.raises(ConfigError, match="--overwrite"):
@@ -264,7 +252,7 @@ def test_a_destination_in_use(plan, model):
     quantize(replace(plan, method="rtn", scheme="w8a8", overwrite=True))
     assert weights(plan.out).keys() != before.keys()
     with pytest.raises(ModelSaveError, match="the model itself"):
-        quantize(replace(plan, out=model, overwrite=True))
+        quantize(replace(plan, out=small_model, overwrite=True))
 
 
 def test_a_quantized_source_keeps_its_codes(plan, caplog):

@@ -120,11 +120,12 @@ async def test_fields_reach_the_engine_and_answers_are_its_text(subject, inside,
 
 
 async def test_what_cannot_be_is_refused(subject, inside):
-    """Tokens outside the vocabulary, more tokens than the context holds, another model's name, values out of range."""
+    """Tokens outside the vocabulary, a prompt that fills the context, another model's name, values out of range."""
     size, longest = subject.target.config.vocab_size, subject.max_len
     lists = [{name: [size]} for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids", "prompt")]
     more = [
-        {"max_tokens": longest + 1}, {"prompt": [t % 3 + 1 for t in range(longest)]}, {"prompt": [-1]},
+        {"prompt": [t % 3 + 1 for t in range(longest)]}, {"truncate_prompt_tokens": -1, "max_tokens": longest + 1},
+        {"prompt": [-1]},
         {"logit_bias": {str(size): 1.0}}, {"model": "another"}, {"temperature": 2.1}, {"top_p": 1.1}, {"top_k": -2},
         {"presence_penalty": 2.5}, {"frequency_penalty": -2.5}, {"logprobs": -1}, {"truncate_prompt_tokens": 0},
         {"stop": ""}, {"best_of": 2},
