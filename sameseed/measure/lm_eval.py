@@ -53,7 +53,8 @@ class SameseedLM(TemplateLM):
 
     `pretrained`: a loaded LLM, or a model name; then `settings` are keyword arguments of LLM. `batch_size` and
     `max_batch_size` come from the harness and are ignored: batching is continuous. `report(done, total)` counts
-    answers. `num_cut`: prompts that were longer than the context and were cut at their beginning.
+    answers. `num_cut`: prompts that were longer than the context and were cut at their beginning. `notes`: what became
+    of the answers.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SameseedLM(TemplateLM):
         self.llm = LLM(pretrained, device=self._device, **settings) if isinstance(pretrained, str) else pretrained
         self.name = pretrained if isinstance(pretrained, str) else "sameseed"
         self.report = report
-        self.num_cut = 0
+        self.num_cut, self.notes = 0, tuple[str, ...]()
 
     @property
     def tokenizer_name(self) -> str:
@@ -128,7 +129,8 @@ class SameseedLM(TemplateLM):
         requests = list(requests)
         params = [_params(r.args[1]) for r in requests]
         prompts = [self._prompt(r.args[0], p.max_tokens) for r, p in zip(requests, params, strict=True)]
-        found = answer(self.llm, prompts, params, self.report)
+        found, cut = answer(self.llm, prompts, params, self.report)
+        self.notes += cut
         return self._kept("generate_until", [r.args for r in requests], found)
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
@@ -192,7 +194,7 @@ def run_harness(llm: LLM, name: str, settings: EvalSettings, report: Report = si
     if model.num_cut:
         length = llm.engine.max_model_len
         notes += (f"{model.num_cut} prompts lost their beginning: the model's context has {length} tokens",)
-    return _result(name, samples, notes)
+    return _result(name, samples, notes + model.notes)
 
 
 def _write_tasks(name: str, splits: Splits, theirs: Path, folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -121,8 +122,8 @@ def counter(report: Callable[[int, int], None], total: int) -> Callable[[], None
 
 def answer(
     llm: LLM, prompts: Seq[Seq[int]], params: Seq[SamplingParams], report: Callable[[int, int], None]
-) -> list[str]:
-    """The model's answer to each prompt, generated together by continuous batching; "" for an empty prompt.
+) -> tuple[list[str], tuple[str, ...]]:
+    """The model's answer to each prompt ("" for an empty one), generated together, and a note where some were cut.
 
     Each prompt has its own seed, so that an answer does not depend on the number of questions.
     """
@@ -134,7 +135,9 @@ def answer(
     run = Run()
     run_batch(llm.engine, jobs, run, counter(report, len(jobs)))
     texts = iter(c.text for c in run.completions)
-    return [next(texts) if p else "" for p in prompts]
+    cut = sum(c.finish_reason == "length" for c in run.completions)
+    note = f"{cut} of {len(jobs)} answers were cut at their limit of tokens; --max-tokens raises it"
+    return [next(texts) if p else "" for p in prompts], (note,) if cut else ()
 
 
 MAX_TOKENS = 512
@@ -142,19 +145,23 @@ ASK = (
     "Complete this Python function. Answer with the whole function in one code block, and nothing after it.\n\n"
     "```python\n{prompt}\n```"
 )
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+# The end is indented like the opening line, or by a list's mark more; the fences of a docstring are further in.
+FENCE = re.compile(r"^([ \t]*)[^\n`]*```[^\n`]*\n(.*?)(?:^\1 {0,3}```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def program(row: Row, text: str, chat: bool = False) -> str:
     """The program to run: the prompt, the answer, the tests, and the call of the tests.
 
-    With `chat`, the answer is the first code block; a block that does not define the function is used as its body.
+    With `chat`, the answer is the first code block after the model's thoughts that defines the function; else the first
+    block, as the function's body.
     """
     if chat:
-        block = FENCE.search(text)
-        text = block[1] if block is not None else text
-        if re.search(rf"^\s*def\s+{re.escape(row['entry_point'])}\b", text, re.MULTILINE):
-            text = f"    pass\n\n{text}"  # keeps the prompt's imports and helpers; the answer redefines the function
+        text = text.rpartition("</think>")[2].replace("\r\n", "\n")
+        blocks = [found[2] for found in FENCE.finditer(text)] or [text]
+        defines = re.compile(rf"^\s*def\s+{re.escape(row['entry_point'])}\b", re.MULTILINE)
+        text = next(filter(defines.search, blocks), blocks[0])
+        if defines.search(text):  # keeps the prompt's imports and helpers; the answer redefines the function
+            text = f"    pass\n\n{textwrap.dedent(text)}"
     return f"{row['prompt']}{text}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
 
 
@@ -176,19 +183,13 @@ def humaneval(llm: LLM, settings: EvalSettings, report: Report = silent) -> Task
         tokens = llm.tokenizer.chat([message]) if settings.chat else llm.tokenizer.encode(row["prompt"])
         prompts.append(tokens if len(tokens) <= room else [])
     long = prompts.count([])
-    texts = answer(llm, prompts, [params] * len(prompts), partial(report, "humaneval"))
+    texts, cut = answer(llm, prompts, [params] * len(prompts), partial(report, "humaneval"))
     tick = counter(partial(report, "humaneval, tests"), len(problems))
     outcomes = score(problems, texts, settings.chat, tick)
     errors = Counter(re.split(r"[:;]", o.error)[0] for o in outcomes if o.error)
     notes = (f"{long} of {len(problems)} prompts do not fit the model's context and count as failed",) if long else ()
-    return TaskResult(
-        "humaneval",
-        "pass@1",
-        tuple(float(o.passed) for o in outcomes),
-        {"errors": dict(errors.most_common(6))},
-        notes,
-        tuple(texts),
-    )
+    passed = tuple(float(o.passed) for o in outcomes)
+    return TaskResult("humaneval", "pass@1", passed, {"errors": dict(errors.most_common(6))}, notes + cut, tuple(texts))
 
 
 def read_rows(name: str, settings: EvalSettings) -> tuple[Splits, tuple[str, ...]]:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def answering(monkeypatch, module, answers):
     def answer(llm, prompts, *rest):
         texts = [llm.tokenizer.decode(p) for p in prompts]
         asked.extend(texts)
-        return [next((a for end, a in answers.items() if text.endswith(end)), "") for text in texts]
+        return [next((a for end, a in answers.items() if text.endswith(end)), "") for text in texts], ()
 
     monkeypatch.setattr(module, "answer", answer)
     return asked
@@ -59,12 +60,20 @@ def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
     assert result.extra["errors"]["AssertionError"] == 3
 
 
+PLUS_3 = "def plus_3(x):\n    return x + 3"
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "Sure:\n```python\ndef plus_3(x):\n    return x + 3\n```\nThat is all.",
+        f"Sure:\n```python\n{PLUS_3}\n```\nThat is all.",
         "```\n    return x + 3\n```",
         "```python\nimport math\n\ndef helper(x):\n    return x + 3\n\ndef plus_3(x):\n    return helper(x)\n```",
+        f"<think>\n```python\n{PLUS_3[:-4]}\n```\nNo.\n</think>\n```Python\n{PLUS_3}\n```",
+        f'Install:\n```sh\npip install x\n```\nThen:\n``` python3 title="a.py"\n{PLUS_3}\n```'.replace("\n", "\r\n"),
+        f"1. Code:\n   ```python\n{textwrap.indent(PLUS_3, '   ')}\n   ```\n2. Done.",
+        f"- ```py\n{textwrap.indent(PLUS_3, '  ')}\n  ```\n- Done.",
+        '```\ndef plus_3(x):\n    """\n    ```\n    plus_3(1)\n    ```\n    """\n    return x + 3\n```',
     ],
 )
 def test_humaneval_reads_code_blocks_of_a_chat(data_folder, text):
@@ -162,9 +171,9 @@ def test_the_answer_to_a_question_does_not_depend_on_the_others(llm):
     params = tasks.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
     prompts = [llm.tokenizer.encode(t) for t in ("the sum", "the list", "the loop")]
     done = []
-    texts = tasks.answer(llm, [prompts[0], [], *prompts[1:]], [params] * 4, lambda n, total: done.append(n))
-    assert texts[1] == "" and done == [1, 2, 3]
-    assert tasks.answer(llm, prompts[:1], [params], lambda done, total: None) == texts[:1]
+    texts, notes = tasks.answer(llm, [prompts[0], [], *prompts[1:]], [params] * 4, lambda n, total: done.append(n))
+    assert texts[1] == "" and done == [1, 2, 3] and "3 of 3 answers were cut" in notes[0]
+    assert tasks.answer(llm, prompts[:1], [params], lambda done, total: None)[0] == texts[:1]
 
 
 def test_text_that_differs_from_the_protocol_is_said(llm, tmp_path):
