@@ -51,7 +51,8 @@ class ScoredToken:
 class ServedText:
     """One answer; a count is None if the server does not tell it.
 
-    `moments`: times at which text arrived. `error`: kind of error, None if there was none.
+    `text`: thoughts first, if the server shows them (`has_thoughts`; their marks are not in it). `moments`: times at
+    which text arrived. `error`: kind of error, None if there was none.
     """
 
     text: str = ""
@@ -66,6 +67,7 @@ class ServedText:
     moments: list[float] = field(default_factory=list)
     error: str | None = None
     detail: str = ""
+    has_thoughts: bool = False
 
     @property
     def refused(self) -> bool:
@@ -181,6 +183,7 @@ class Asker:
         if self.extras:
             shared = question.salt is not None
             made |= {"return_token_ids": True, "cache_salt": question.salt or self.salt(), "cache_prompt": shared}
+            made["repetition_penalty"] = 1.0  # unset, vLLM takes the model's, which its log-probabilities leave out
         return {**made, **question.fields}
 
     async def ask(self, question: ServerQuestion) -> ServedText:
@@ -315,6 +318,7 @@ def _take(made: ServedText, body: Mapping[str, Any]) -> None:
     for choice in (body.get("choices") or ())[:1]:
         said = choice.get("delta") or choice.get("message") or choice
         thought = said.get("reasoning_content") or said.get("reasoning") or ""
+        made.has_thoughts = made.has_thoughts or bool(thought)
         if text := thought + (said.get("text") or said.get("content") or ""):
             made.text += text
             made.moments.append(time.perf_counter())

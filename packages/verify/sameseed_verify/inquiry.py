@@ -78,11 +78,12 @@ class Evidence:
         if expected.error is not None or found.error is not None:
             self.failed += 1
             return False
-        if not expected.text and not found.text:
+        equal = expected.text == found.text and expected.finish_reason == found.finish_reason
+        if equal and not found.text:
             return True
         self.compared += 1
         self.tokens += max(expected.num_tokens, found.num_tokens)
-        if expected.text == found.text and expected.finish_reason == found.finish_reason:
+        if equal:
             return True
         at = next((i for i, (a, b) in enumerate(zip(expected.text, found.text)) if a != b), None)
         at = min(len(expected.text), len(found.text)) if at is None else at

@@ -52,9 +52,12 @@ async def logprobs(inquiry: Inquiry, evidence: Evidence) -> None:
 
 
 def spelled(evidence: Evidence, where: str, answer: ServedText) -> None:
-    """Check that the tokens' texts join to the answer's text. A final stop token and outer whitespace are ignored."""
+    """Check that the tokens' texts join to the answer's text. A final stop token and outer whitespace are ignored.
+
+    Not checked where marks of thoughts, or parts of characters, are among the tokens.
+    """
     pieces = [token.token for token in answer.scored]
-    if any(mark in piece for piece in pieces for mark in UNREADABLE):
+    if answer.has_thoughts or any(mark in piece for piece in pieces for mark in UNREADABLE):
         return
     said = {"".join(pieces).strip()}
     if answer.finish_reason == "stop":

@@ -127,7 +127,8 @@ class PromiseServer:
             return best[1]
         if self.fault == "equal tokens" and self.inside > 1 and self._bias(body) and at == 0:
             return best[1]
-        return best[1] if self.fault == "not the likeliest" and at == 3 else best[0]
+        penalized = self.fault == "penalty unless told otherwise" and body.get("repetition_penalty") != 1.0
+        return best[1] if (penalized or self.fault == "not the likeliest") and at == 3 else best[0]
 
     def _wrong(self, body: dict[str, Any], hit: int) -> bool:
         """Whether this answer gets a wrong text."""
@@ -193,6 +194,7 @@ class PromiseServer:
         if body.get("return_tokens_as_token_ids"):
             rows = [(_named(t), v, {_named(t): v for t, v in top.items()}) for t, v, top in rows]
         if "messages" in body:
+            rows = [*([("<think>", -0.1, {"<think>": -0.1})] if self.says == "reasoning" else ()), *rows]
             content = [{"token": t, "logprob": v, "top_logprobs": _entries(top)} for t, v, top in rows]
             return {"content": content}
         values = [v for _, v, _ in rows]

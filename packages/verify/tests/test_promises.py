@@ -43,9 +43,14 @@ def entry(made: dict[str, Any], name: str) -> dict[str, Any]:
     return next(p for p in made["promises"] if p["id"] == name)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_a_server_that_keeps_its_promises(chat: bool) -> None:
-    server = PromiseServer()
+@pytest.mark.parametrize(
+    ("chat", "server"),
+    [
+        (False, PromiseServer()), (False, PromiseServer("penalty unless told otherwise")),
+        (True, PromiseServer()), (True, PromiseServer(says="reasoning")),
+    ],
+)  # fmt: skip
+async def test_a_server_that_keeps_its_promises(chat: bool, server: PromiseServer) -> None:
     made = await inquire(server, chat=chat)
     assert statuses(made) == dict.fromkeys(ASKED, "holds"), [p["why"] for p in made["promises"]]
     assert made["verdict"] == "holds" and EXIT_CODES[made["verdict"]] == 0 and not made["failures"]
