@@ -118,13 +118,14 @@ class CompressedTensors(Layout):
             )
         self.where = where
         self.groups = [_group(value, config, where, name) for name, value in groups.items()]
-        self.ignore = listed(config.get("ignore"), f"{where}: ignore")
+        self.ignore = set(listed(config.get("ignore"), f"{where}: ignore"))
+        self.expressions = [target for target in self.ignore if target.startswith("re:")]  # few among many names
         for target in [*self.ignore, *(t for g in self.groups for t in g.targets)]:
             fits(target, "")  # reject an invalid expression now
 
     def _group(self, name: str) -> Group | None:
         kind = "Embedding" if name.endswith("embed_tokens") else "Linear"
-        if any(fits(t, name, kind) for t in self.ignore):
+        if not self.ignore.isdisjoint((kind, *spellings(name))) or any(fits(t, name, kind) for t in self.expressions):
             return None
         # An exact name takes precedence over an expression, and an expression over a class.
         for rank in (lambda t: t in spellings(name), lambda t: t.startswith("re:"), lambda t: True):

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from sameseed.errors import ModelLoadError
@@ -67,7 +67,7 @@ def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:
     return total
 
 
-@cache
+@lru_cache(1)  # asked again for each pattern
 def spellings(name: str) -> tuple[str, ...]:
     """The names that a quantization_config may use for module `name`: ours, and those of wrapped models."""
     names = [name, *(long + name.removeprefix(short) for long, short in TEXT_PARTS.items() if name.startswith(short))]

@@ -11,6 +11,7 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import RopeConfig, llama_only, parse_config
 from sameseed.models.layers import inverse_frequencies, rope_table
 from sameseed.models.loader import read_config
+from sameseed.models.weights import expected_shapes
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **BASE}
 
@@ -214,6 +215,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_takes(kind):
     whole, names = getattr(transformers, f"{kind}TextConfig")().to_dict(), [f"{kind}ForConditionalGeneration"]
     bare = {"architectures": names, "text_config": {n: whole[n] for n in ("model_type", "layer_types")}}
     assert parse_config(bare) == parse_config({**whole, "architectures": names})
+    assert ("model.embed_tokens_per_layer.weight" in expected_shapes(parse_config(bare))) == (kind == "Gemma4")
 
 
 def test_smollm3_ties_its_embeddings_unless_config_json_denies_it():
