@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 from rich.table import Table
@@ -18,7 +18,7 @@ from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.grid import TuneRequest, parse_slo
 from sameseed.plan.picture import draw
 from sameseed.plan.profile_file import write
-from sameseed.plan.tune import TuneOutcome, as_tuned, reasons, tune
+from sameseed.plan.tune import TuneOutcome, again, as_tuned, reasons, tune
 from sameseed.report import table as layout
 from sameseed.request import SamplingParams
 from sameseed.tuned import Tuned
@@ -34,8 +34,8 @@ def run(parsed: Parsed[TuneArgs]) -> int:
     if args.url is not None:
         raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
     before = None if args.check is None else Tuned.read(args.check)
-    asked = requested(args if before is None else _again(args, before))
-    check_outputs((args.out, "-o"), plot=args.plot)
+    asked = requested(args) if before is None else again(requested(args), before)
+    check_outputs((args.out if before is None else None, "-o"), plot=args.plot)
     with stages(f"tuning {args.model}", args.json) as tell:
         found = tune(asked, load, tell)
     made = as_tuned(found)
@@ -81,23 +81,6 @@ def _usual(model: str) -> tuple[str, ...]:
     auto, own = shipped(model)
     mine = [auto, *(f"{alone[-1]} + {name}" for kind, name in own.items() if kind == "head")]
     return tuple(dict.fromkeys(d for d in (*alone, *mine) if d != "none"))
-
-
-def _again(args: TuneArgs, before: Tuned) -> TuneArgs:
-    """The arguments that measure what a profile chose."""
-    c = before.chosen
-    if c.draft in (None, "none"):
-        raise ConfigError(f"{args.check} chose plain decoding: there is nothing to check; tune again")
-    return replace(
-        args,
-        drafts=(str(c.draft),),
-        formats=(c.format or "auto",),
-        kv_formats=(c.kv_format or "auto",),
-        draft_formats=(c.draft_format or "auto",),
-        batch=",".join(map(str, before.scope.batch)) or args.batch,
-        threads=str(c.threads or ""),
-        temperature=before.scope.temperature[0] if before.scope.temperature else args.temperature,
-    )
 
 
 def show(found: TuneOutcome, made: Tuned, before: Tuned | None = None) -> None:

@@ -253,13 +253,15 @@ def survivors(prospects: Seq[Contestant], asked: TuneRequest) -> list[Contestant
     """
     batches, by_memory = asked.looked_at, asked.objective == "memory"
     plain = [p for p in prospects if p.setting.plain]
-    drafting = [p for p in prospects if not p.setting.plain]
+    drafting = [p for p in prospects if not p.setting.plain and asked.only in (None, p.setting)]
+    if asked.only is not None and not drafting:
+        raise ConfigError(f"tune does not try {asked.only.label}, which the profile chose; tune again")
     drafting.sort(key=lambda p: (p.num_bytes if by_memory else 0, -p.score(batches)))
     least = 0.0 if by_memory else max(p.score(batches) for p in prospects) * math.exp(-2 * OFF)
     taken: list[Contestant] = []
     for p in drafting:
         same = sum(q.setting.group == p.setting.group for q in taken)
-        if len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches) >= least:
+        if asked.only or (len(taken) < SURVIVORS and same < PER_DRAFT and p.score(batches) >= least):
             taken.append(p)
     if taken:  # the goodput policy is always among them, with the most promising draft
         first = taken[0].setting.group

@@ -15,6 +15,7 @@ from sameseed.errors import ConfigError
 from sameseed.fields import LARGEST
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.request import SamplingParams
+from sameseed.tuned import Chosen
 
 OBJECTIVES = ("balanced", "latency", "throughput", "ttft", "memory")
 LENGTHS = (1, 2, 3, 4, 6, 8)  # draft tokens of chains
@@ -55,7 +56,7 @@ class TuneRequest:
     geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
     `quality`: upper limit of a format's perplexity over the checkpoint's, on `quality_tokens` tokens of `quality_text`.
     `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `held_out`: further prompts,
-    which choose nothing and judge the choice afterwards.
+    which choose nothing and judge the choice afterwards. `only`: run this setting alone, beside plain decoding.
     """
 
     model: str
@@ -76,6 +77,7 @@ class TuneRequest:
     seconds: float = 120.0
     held_out: tuple[Prompt, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of LLM: backend, device
+    only: Setting | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -109,6 +111,12 @@ class Setting:
     kv_format: str
     spec: SpecConfig
     threads: int | None = None
+
+    @classmethod
+    def of(cls, chosen: Chosen) -> Setting:
+        """The setting that a profile chose."""
+        config = make_config(**chosen.settings())
+        return cls(config.format, config.cache.format, resolve(config.spec).spec, config.threads)
 
     @property
     def plain(self) -> bool:

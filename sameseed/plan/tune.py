@@ -17,6 +17,7 @@ from typing import Any
 from sameseed import ops, store
 from sameseed.engine.learned import machine_here
 from sameseed.errors import ConfigError
+from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality.data import take
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
@@ -25,7 +26,7 @@ from sameseed.plan.grid import Setting, TuneRequest, options_of, tried
 from sameseed.plan.race import Contestant, anew, first_rung, missed, race, ratio
 from sameseed.plan.trials import Trial
 from sameseed.report import record
-from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedModel
+from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
 MEASURE_SHARE = 0.6  # share of the time within which drafts are measured
 # The smallest tuning: seconds that costs of a draft take at a small model (`measure_engine`), and texts: two prompts
@@ -37,7 +38,8 @@ RACE_SHARE = 0.9  # share of the time left for the race
 
 @dataclass(frozen=True)
 class TuneOutcome:
-    """Results of tuning. `order`: settings that ran, the best first; `plain`: plain decoding in the first format.
+    """Results of tuning. `order`: settings that ran, the best (or `asked.only`) first; `plain`: plain decoding in the
+    first format.
 
     `prospects`: all that were predicted; `lost`: what could not be tried, and why; `differing`: labels of settings
     whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
@@ -83,7 +85,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         targets = load_targets(asked, load, tell, lost, end)
         asked = _within(asked, targets, time.perf_counter() - start, lost)
         known: quality.Ratios = {}
-        if any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
+        if asked.only is None and any((t.format, t.kv_format) != ("auto", "auto") for t in targets):
             known = quality.measure(asked, targets, load, tell)
             targets = quality.kept(asked, targets, known, lost)
         prospects = [(target, p) for target in targets for p in target.prospects(tell, end, lost)]
@@ -97,6 +99,7 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
             anew(c).run(len(few), few)
         left = RACE_SHARE * (asked.seconds - (time.perf_counter() - start))
         order = race(runners, asked, len(asked.prompts), left, tell)
+        order.sort(key=lambda c: c.setting != asked.only)
     finally:
         ops.set_num_threads(threads)
     plain = next(c for c in runners if c.plain)
@@ -113,6 +116,40 @@ def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage
         missed=missed(order[0], asked),
         by_batch=next(target.lengths(p.setting) for target, p in prospects if p is order[0]),
         held_out=[anew(p, target.held_out) for target, p in prospects],
+    )
+
+
+def again(asked: TuneRequest, before: Tuned) -> TuneRequest:
+    """The request that measures only what a profile chose, on the texts and loads of its tuning.
+
+    The first of `asked.formats` stays, because speed-ups are over plain decoding in it. Raises ConfigError where
+    the machine, the weights or the prompts are others.
+    """
+    scope, setting = before.scope, Setting.of(before.chosen)
+    if setting.plain:
+        raise ConfigError("the profile chose plain decoding: there is nothing to check; tune again")
+    why = before.machine.differs(_machine(asked, setting))
+    if why is None and before.model.digest not in ("", found := store.weights_key(resolve_model(asked.model))):
+        why = f"weights {before.model.digest} there, {found} here"
+    if why is not None:
+        raise ConfigError(f"the profile was tuned for something else ({why}); tune again")
+    prompts = asked.prompts[: scope.num_prompts or None]
+    if scope.prompts not in ("", _digest(prompts)):
+        raise ConfigError("the profile was tuned on other prompts: give the --prompts and --num-prompts of its tuning")
+    longest, temperature = max(scope.output_tokens, default=0), (*scope.temperature, asked.params.temperature)[0]
+    params = replace(asked.params, max_tokens=longest or asked.params.max_tokens, temperature=temperature)
+    return replace(
+        asked,
+        prompts=prompts,
+        params=params,
+        drafts=(setting.draft,),
+        formats=tuple(dict.fromkeys((asked.formats[0], setting.format))),
+        kv_formats=tuple(dict.fromkeys((asked.kv_formats[0], setting.kv_format))),
+        draft_formats=(setting.draft_format,),
+        draft_vocabularies=(setting.draft_vocabulary,),
+        batches=scope.batch or asked.batches,
+        threads=(setting.threads,),
+        only=setting,
     )
 
 
@@ -184,7 +221,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     asked, best = found.asked, found.best
     setting = best.setting
     spec, drafting = setting.spec, not setting.plain
-    batches, machine = sorted(asked.batches), machine_here(str(asked.settings.get("device", "cpu")))
+    batches = sorted(asked.batches)
     name = "speedup_batch_{}"
     predicted = {name.format(b): replace(best.over(found.plain, b), error=found.error(best, b)) for b in batches}
     measured = {name.format(b): found.speedup(best, b) for b in batches}
@@ -192,7 +229,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     trial = found.trials.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
     return Tuned(
-        machine=machine if setting.threads is None or machine.gpu else replace(machine, threads=setting.threads),
+        machine=_machine(asked, setting),
         model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),
         chosen=Chosen(
             format=setting.format,
@@ -217,13 +254,23 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     )
 
 
+def _machine(asked: TuneRequest, setting: Setting) -> TunedMachine:
+    """This machine, with the threads of the setting."""
+    here = machine_here(str(asked.settings.get("device", "cpu")))
+    return here if setting.threads is None or here.gpu else replace(here, threads=setting.threads)
+
+
+def _digest(prompts: Seq[Prompt]) -> str:
+    return store.digest({"prompts": [p.facts for p in prompts]})
+
+
 def _scope(found: TuneOutcome) -> Scope:
     """The scope of the profile: prompts, lengths and loads that were tried."""
     asked = found.asked
     prompts = [len(prompt) for prompt, _ in found.plain.jobs[: len(asked.prompts)]]
     tokens = [len(text) for text in found.plain.texts.values()]
     return Scope(
-        store.digest({"prompts": [p.facts for p in asked.prompts]}),
+        _digest(asked.prompts),
         len(asked.prompts),
         tuple(sorted({p.domain for p in asked.prompts if p.domain})),
         (min(prompts), max(prompts)),

@@ -20,10 +20,11 @@ from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
 from sameseed.plan.candidates import TargetBench, load_targets, survivors
 from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
+from sameseed.plan.profile_file import write
 from sameseed.plan.race import Contestant, missed, race, ratio
 from sameseed.plan.trials import Trial, TrialRun
 from sameseed.request import SamplingParams
-from sameseed.tuned import Tuned, TunedFigure
+from sameseed.tuned import Chosen, Scope, Tuned, TunedFigure, TunedModel
 
 PROMPTS = tuple(Prompt(str(i), "text", f"Number {i} is") for i in range(8))
 PARAMS = SamplingParams(max_tokens=8, seed=1)
@@ -248,6 +249,33 @@ def test_from_prompts_to_a_profile(tmp_path, capsys):
     llm = LLM(profile=str(out))
     plain = LLM("embedded", format=tuned.chosen.format or "auto").generate(["The cat is"], PARAMS)
     assert llm.generate(["The cat is"], PARAMS)[0].text == plain[0].text
+
+
+def test_a_profile_is_checked_for_what_it_was_tuned_for(tmp_path, capsys):
+    """Its own choice is measured again; other machines, weights and prompts are refused."""
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "tuned.toml"
+    prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house")))
+    argv = f"tune embedded --prompts {prompts} --seconds 900 -o /dev/null/none --check {path}".split()
+    here = tune._machine(asked(), Setting("auto", "auto", SpecConfig(), 1))
+    chosen = Chosen(draft="ngram", num_draft_tokens=3, policy="fixed", threads=1)
+    digest = tune._digest(read_prompts(prompts))
+    scope = Scope(digest, 3, output_tokens=(5, 8), temperature=(0.0,), batch=(1, 2))
+    figures = {f"speedup_batch_{n}": TunedFigure(50.0, 40.0, 60.0) for n in (1, 2)}
+    good = Tuned(here, TunedModel("embedded"), chosen, scope, measured=figures)
+    write(good, path)
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "ngram k=3 threads=1: " in said and "k=4" not in said and "speedup_batch_2: 50.00 then" in said
+    for other, says in (
+        (replace(good, machine=replace(here, cpu="a faster one")), "a faster one there"),
+        (replace(good, model=TunedModel("embedded", "0")), "weights 0 there"),
+        (replace(good, scope=replace(scope, prompts="0")), "--num-prompts of its tuning"),
+        (replace(good, chosen=replace(chosen, num_draft_tokens=5)), "does not try ngram k=5"),
+        (replace(good, chosen=Chosen(draft="none")), "nothing to check"),
+    ):
+        write(other, path)
+        assert main(argv) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_by_hand():
