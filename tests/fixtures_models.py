@@ -17,6 +17,7 @@ from sameseed import hub, ops, registry, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
+from sameseed.measure import limits, shapes
 from sameseed.models.config import family, parse_config
 from sameseed.models.decoder import Decoder
 from sameseed.models.layers import rope_table
@@ -454,6 +455,18 @@ def tiny_model(backend, name="llama3.2", weights="fp32"):
     source = Stored(random_tensors(config))
     weights_ = read_weights(config, source, QuantScheme.parse(weights), chosen)
     return family(config.architecture)(config, weights_, chosen)
+
+
+def tiny_shape(monkeypatch):
+    """A shape "tiny" to profile, and limits that are measured in a moment."""
+    tiny = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": tiny})
+    monkeypatch.setattr(limits, "BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "SECONDS", 1e-4)
 
 
 def llama_shape(hidden, heads, vocab=400, inner=96, layers=5, tied=False):

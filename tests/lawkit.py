@@ -275,6 +275,15 @@ def finished(engine):
     return done
 
 
+def write(engine, grammar, params, seeds):
+    """One completion per seed, each with its own copy of the grammar."""
+    for seed in seeds:
+        engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=grammar and grammar.another()))
+    done = finished(engine)
+    assert_nothing_left(engine)
+    return [done[str(seed), 0] for seed in seeds]
+
+
 def texts(completions):
     """The token ids, which law 1 compares."""
     return [c.token_ids for c in completions]

@@ -4,26 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+from fixtures_models import tiny_shape
 
 from sameseed.cli import EXIT_INTERRUPTED, main
 from sameseed.cli.console import warn_if_busy
-from sameseed.measure import limits, shapes
 from sameseed.measure.passes import TimedModel
 from sameseed.report import record
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
 QUICK = "--context 8 --prefill-tokens 16 --batch-sizes 2 --repeats 3 --seconds 0.01 --rows 1,2"
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
-    monkeypatch.setattr(limits, "BYTES", 1 << 20)
-    monkeypatch.setattr(limits, "SECONDS", 1e-4)
+    tiny_shape(monkeypatch)
 
 
 def run(words):

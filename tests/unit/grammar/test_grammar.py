@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from lawkit import EOS, MODEL_VOCAB, Pair, assert_nothing_left, finished, make_engine
+from lawkit import EOS, MODEL_VOCAB, Pair, assert_nothing_left, finished, make_engine, write
 
 from sameseed.errors import RequestError
 from sameseed.grammar import Choice, Vocabulary
@@ -19,14 +19,6 @@ CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
 @pytest.fixture
 def vocabulary(pair):
     return vocabulary_of(pair.tokenizer, MODEL_VOCAB, [EOS])
-
-
-def write(engine, grammar, params, seeds):
-    for seed in seeds:
-        engine.add(Request(str(seed), (40 + seed % 20, 50), params, seed, grammar=grammar))
-    done = finished(engine)
-    assert_nothing_left(engine)
-    return [done[str(seed), 0] for seed in seeds]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

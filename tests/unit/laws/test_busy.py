@@ -4,16 +4,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from proof.mutants import toy_subject
 
 from sameseed.drafters._eagle_context import Contexts
-from sameseed.kvcache.prefix import Prefixes
-from sameseed.laws import busy, trial
-from sameseed.laws.check import FAILED, NOT_SHOWN, PASSED, Effort, run_check
+from sameseed.laws import trial
+from sameseed.laws.check import FAILED, PASSED, Effort, run_check
 from sameseed.laws.logits import cache_rows
 from sameseed.request import SamplingParams, Sequence
-from sameseed.spec import verify
 from sameseed.tokenizer import Tokenizer
 
 QUICK = Effort(1e-9)
@@ -26,43 +23,6 @@ def subject(pair_folders):
 
 def looked(check, subject):
     return run_check(check, subject, QUICK)
-
-
-def test_requests_are_aborted_at_every_stage(subject):
-    result = looked(busy.coming_and_going, subject)
-    assert result.status == PASSED, (result.found.findings, result.found.lacking)
-    assert all(result.found.sizes[f"aborted_{stage}"] for stage in busy.STAGES)
-    assert result.found.sizes["crowded_chunks"] > 1 and result.found.statistic["preemptions"] > 1
-    assert not subject.leaks and subject.metrics.num_draft_tokens
-
-
-def test_rows_of_another_tenant_are_told(subject, monkeypatch):
-    assert looked(busy.beginnings, subject).status == PASSED
-    own = Prefixes._digests
-
-    def shared(self, seq, count):
-        seq.tenant = ""
-        return own(self, seq, count)
-
-    monkeypatch.setattr(Prefixes, "_digests", shared)
-    result = looked(busy.beginnings, subject)
-    assert result.status == FAILED and "rows taken over" in result.found.findings[0].where
-
-
-def test_without_a_prefix_cache_nothing_is_shown_of_it(subject, monkeypatch):
-    monkeypatch.setattr(Prefixes, "find", lambda self, seq, first: [])
-    result = looked(busy.beginnings, subject)
-    assert result.status == NOT_SHOWN and "reused tokens: 0" in result.found.lacking[0]
-
-
-def test_scores_of_another_row_are_told(subject, monkeypatch):
-    assert looked(busy.scores, subject).status == PASSED
-    right = verify.token_logprob
-    monkeypatch.setattr(
-        verify, "token_logprob", lambda row, *more: right(row + torch.arange(len(row)).numpy() / 9, *more)
-    )
-    result = looked(busy.scores, subject)
-    assert result.status == FAILED and result.found.statistic["too_far"] > 10, "though all engines agree"
 
 
 def test_the_cache_of_a_draft_is_looked_at(subject, monkeypatch):

@@ -84,20 +84,15 @@ def test_every_check_runs_where_the_models_are(checks, pair_folders, small, monk
 
 
 def test_a_backend_that_is_off_is_told(pair_folders, monkeypatch):
-    """B1 notices a value beyond the tolerance, a NaN, and a fused op with other bits than its parts."""
+    """B1 notices a NaN, and a fused op with other bits than its parts; mutants have values beyond the tolerance."""
     subject = subject_on("cpu", pair_folders)
     assert run_check(closeness.backend_is_reference, subject, LEAST).status == PASSED
-    plain = reference.rms_norm
     off = Ops(reference)
-    for wrong, where in (
-        (lambda x, w, eps: plain(x, w, eps) * (1 + 1e-4), "rms_norm"),
-        (lambda x, w, eps: plain(x, w, eps) * torch.nan, "rms_norm"),
-    ):
-        monkeypatch.setattr(off, "rms_norm", wrong)
-        monkeypatch.setattr(off, "_product", None)  # so that rows are normed by the op above
-        monkeypatch.setattr(subject.target, "ops", off)
-        result = run_check(closeness.backend_is_reference, subject, LEAST)
-        assert result.status == FAILED and any(f.where == where for f in result.found.findings)
+    monkeypatch.setattr(off, "rms_norm", lambda x, w, eps: reference.rms_norm(x, w, eps) * torch.nan)
+    monkeypatch.setattr(off, "_product", None)  # so that rows are normed by the op above
+    monkeypatch.setattr(subject.target, "ops", off)
+    result = run_check(closeness.backend_is_reference, subject, LEAST)
+    assert result.status == FAILED and any(f.where == "rms_norm" for f in result.found.findings)
     fused = Ops(reference)
     right = fused.product
 

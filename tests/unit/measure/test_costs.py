@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures_models import backends, tiny_model
+from fixtures_models import backends, tiny_model, tiny_shape
 
 from sameseed import devices, registry, scheme
 from sameseed.errors import ConfigError, RegistryError
@@ -17,11 +17,6 @@ from sameseed.measure.profiler import profile
 from sameseed.measure.shapes import NAMES, SHAPES, get_shape, shape_as_dict
 from sameseed.report import record, schemas
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 SMALL = {
     "rows": (2, 4), "contexts": (8, 40), "prefill_tokens": 24, "batch_sizes": (2,), "repeats": 3, "seconds": 0.01,
     "threads": 1,
@@ -30,10 +25,8 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """A shape "tiny" and limits that are measured in a moment; thread counts are restored afterwards."""
-    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
-    monkeypatch.setattr(limits, "BYTES", 1 << 20)
-    monkeypatch.setattr(limits, "SECONDS", 1e-4)
+    """Profiles a tiny shape; thread counts are restored afterwards."""
+    tiny_shape(monkeypatch)
     threads, native = torch.get_num_threads(), devices.native_threads()
     yield
     profiler.ops.set_num_threads(native)

@@ -47,12 +47,6 @@ def test_a_file_reads_as_it_was_written(tuned, tmp_path):
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["p.toml"]
 
 
-def test_every_section_is_explained():
-    lines = text(FULL).splitlines()
-    sections = [i for i, line in enumerate(lines) if line.startswith("[") and line != "[[rejected]]"]
-    assert len(sections) == 8 and all(lines[i - 1].startswith("# ") for i in sections)
-
-
 def test_the_table_by_batch_has_no_gaps():
     assert made().chosen.ranges() == [(1, 2, 5), (3, 8, 2), (9, 4096, 0)]
     assert "1-2 = 5\n3-8 = 2\n9- = 0\n" in text(made())
