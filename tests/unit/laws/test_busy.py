@@ -1,4 +1,4 @@
-"""Busy engines: what the checks of aborts, shared prefixes, scores and ties look at, and what they notice."""
+"""Caches of drafts: what the check of them looks at, and what it notices."""
 
 from types import SimpleNamespace
 from typing import Any, cast
