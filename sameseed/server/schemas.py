@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import accumulate
 from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
+from sameseed.server.unions import KINDS, Unions, are_apart, listed_values, target
 
-KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-KINDS |= {list: "array", dict: "object"}
 TYPES = set(KINDS.values())
 ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator"}
@@ -22,28 +22,30 @@ _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"}
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"}
-_OF_OBJECTS |= {"unevaluatedProperties"}
+_OF_OBJECTS |= {"unevaluatedProperties", "patternProperties"}
+# Types that hold others: their keywords, the one that lists members, the one for their least number, and those for all
+# others. If the schema says nothing of its members, the grammar compiler may take it to be empty.
+_OTHERS = {"patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties"}
+_HOLDERS = (
+    ("object", _OF_OBJECTS, "properties", "minProperties", _OTHERS),
+    ("array", _OF_ARRAYS, "prefixItems", "minItems", {"items", "unevaluatedItems"}),
+)
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
-LISTED, NAMED = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions")
+LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+NAMED = ("$defs", "definitions", "properties", "patternProperties")
 KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _ANY = {"binary", "password", "path", "file-path", "directory-path"}  # formats that every string has
 _LONG = 1024  # characters: no text of a format is that long
+_NO_LIMIT = range(_LONG, 2**31)
 FORMATS |= {"uri-template"}  # not those of JSON pointers: they would allow control characters
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforced"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
-
-
-def target(root: Any, reference: str) -> Any:
-    """The schema that a reference like "#/$defs/Place" leads to in its document; None if there is none."""
-    for part in reference.split("/")[1:]:
-        root = root.get(part) if isinstance(root, dict) else None
-    return root if isinstance(root, dict) else None
 
 
 def check(schema: Any, name: str) -> str:
@@ -65,16 +67,14 @@ def check(schema: Any, name: str) -> str:
     if len(text) > limits.MAX_GRAMMAR:
         raise too_long
     schema = json.loads(text)  # a copy
-    walk = _SchemaWalk(schema, name)
-    walk.schema(schema, "schema", 0)
-    return _ENCODER.encode(schema) if walk.changed else text
+    _SchemaWalk(schema, name).schema(schema, "schema", 0)
+    return _ENCODER.encode(schema)
 
 
 class _SchemaWalk:
     def __init__(self, root: dict[str, Any], name: str) -> None:
-        self._root, self._name = root, name
-        self._num_nodes = self._num_values = self._num_patterns = 0
-        self.changed = False  # was the schema rewritten?
+        self._root, self._name, self._unions = root, name, Unions(root)
+        self._num_nodes = self._num_values = self._num_patterns = self._num_copied = 0
 
     def schema(self, node: Any, place: str, depth: int) -> None:
         """Check a schema and the schemas within it. `place`: its path, for errors."""
@@ -87,10 +87,11 @@ class _SchemaWalk:
         if not isinstance(node, dict):
             raise self._fault(place, "must be an object; nothing matches false")
         for key in _BOUNDS.keys() & node.keys() if isinstance(node.get("anyOf"), list) else ():
-            self.changed, bound = True, node.pop(key)
+            bound = node.pop(key)
             for form in node["anyOf"]:
                 if isinstance(form, dict) and form.get("type") in ("integer", "number"):
                     form.setdefault(_BOUNDS[key], bound)
+        _modernize(node)
         for key in node:
             if key not in KNOWN and not key.startswith("x-"):
                 raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
@@ -125,7 +126,7 @@ class _SchemaWalk:
     def _whole(self, key: str, value: Any, place: str) -> None:
         if key == "$ref":
             # A reference must lead to a schema in the same document; nothing is fetched.
-            if not re.fullmatch("#(/[^~%]*)?", str(value)) or target(self._root, value) is None:
+            if target(self._root, value) is None:
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
@@ -139,25 +140,22 @@ class _SchemaWalk:
             raise self._fault(place, _TOO_LARGE)
 
     def _tell_apart(self, node: dict[str, Any]) -> None:
-        """Turn oneOf into anyOf if types or a discriminator tell the forms apart.
+        """Turn oneOf into anyOf if nothing can match two of its schemas; the library sees that of few.
 
-        The library sees types of the plainest forms only, and does not look behind references. A discriminator's
-        property becomes required: pydantic does not require it if it has a default, but refuses texts without it.
+        A discriminator's property becomes required: pydantic does not require it if it has a default, but refuses texts
+        without it.
         """
         told = node.get("discriminator")
         name = told.get("propertyName") if isinstance(told, dict) else None
-        forms = [target(self._root, f["$ref"]) if isinstance(f, dict) and "$ref" in f else f for f in node["oneOf"]]
-        tags, kinds = [_texts(form, name) for form in forms], list(map(_kinds, forms))
-        if all(kinds) and len(set().union(*kinds)) == sum(map(len, kinds)):
-            node["anyOf"] = node.pop("oneOf")
-            self.changed = True
-        elif all(tags) and len(set().union(*tags)) == sum(map(len, tags)):
-            for form in forms:
+        branches = [self._unions.plain(form) for form in node["oneOf"]]
+        if are_apart([self._unions.values(forms, name) for forms in branches]):
+            for form in (form for forms in branches for form in forms):
                 required = form.setdefault("required", [])
                 if isinstance(required, list) and name not in required:
                     required.append(name)
-            node["anyOf"] = node.pop("oneOf")
-            self.changed = True
+        elif not self._unions.exclude_each_other(node["oneOf"]):
+            return
+        node["anyOf"] = node.pop("oneOf")
 
     def _plain(self, node: dict[str, Any], keys: set[str], place: str) -> None:
         types = node.get("type", [])
@@ -169,53 +167,150 @@ class _SchemaWalk:
                 raise self._fault(f"{place}.{min(keys & group)}", f"needs 'type': {needed!r} beside it")
         for key in keys & _COUNTS:  # JSON Schema takes 5.0 for 5, the compiler does not
             if isinstance(node[key], float) and node[key].is_integer():
-                node[key], self.changed = int(node[key]), True
+                node[key] = int(node[key])
         for key in keys & _OF_NUMBERS if "integer" in types else ():
             if isinstance(node[key], int | float) and not -(2**63) <= node[key] < 2**63:
                 raise self._fault(f"{place}.{key}", _TOO_LARGE)
-        self._string(node, place)
+        self._string(node, types, place)
         self._object(node, place)
+        _fill(node, types)
 
-    def _string(self, node: dict[str, Any], place: str) -> None:
+    def _string(self, node: dict[str, Any], types: list[str], place: str) -> None:
         known = node["format"] if isinstance(node.get("format"), str) else ""
-        idle = {"format"} if known in _ANY else set()
-        if known in FORMATS and node.get("minLength", 1) == 1 and node.get("maxLength", _LONG) in range(_LONG, 2**31):
+        idle = set[str]()
+        if "string" not in types:
+            idle = _OF_STRINGS
+        elif "pattern" in node or known in _ANY:  # the pattern says more: by itself a format is a comment
+            idle = {"format"}
+        elif known in FORMATS and node.get("minLength", 1) == 1 and node.get("maxLength", _LONG) in _NO_LIMIT:
             idle = {"minLength", "maxLength"}  # pydantic writes these for URLs
         for key in idle & node.keys():
             del node[key]
-            self.changed = True
+        if "pattern" in node and node.keys() & {"minLength", "maxLength"}:
+            _fold_lengths(node)
         forms = [key for key in ("pattern", "format", "minLength", "maxLength") if key in node]
         if len(forms) > 1 and forms[0] in ("pattern", "format"):
             raise self._fault(f"{place}.{forms[1]}", f"cannot be enforced beside {forms[0]!r}; leave it out")
-        if "format" in node and not (isinstance(node["format"], str) and node["format"] in FORMATS):
+        if "format" in node and known not in FORMATS:
             raise self._fault(f"{place}.format", f"must be one of {', '.join(sorted(FORMATS))}")
         if "pattern" in node:
-            self._num_patterns += 1
-            if self._num_patterns > limits.MAX_PATTERNS:
-                raise self._fault(f"{place}.pattern", f"is one too many: at most {limits.MAX_PATTERNS}")
-            check_text(node["pattern"], self._name, "pattern", limits.MAX_REGEX)
-            if any(_UNSAFE.search(part) for part in _PART.findall(node["pattern"]) if part[:2] != "[^"):
-                raise self._fault(f"{place}.pattern", "may hold no quote, backslash or control character of its own")
-            try:
-                whole = whole_match(node["pattern"])
-            except ValueError as error:
-                raise self._fault(f"{place}.pattern", str(error)) from None
-            node["pattern"], self.changed = whole, True
+            node["pattern"] = self._pattern(node["pattern"], f"{place}.pattern")
+        elif known in _AS_PATTERNS:
+            node["pattern"] = _AS_PATTERNS[known]
+            del node["format"]
+
+    def _pattern(self, pattern: Any, place: str) -> str:
+        """The pattern as one that matches whole texts."""
+        self._num_patterns += 1
+        if self._num_patterns > limits.MAX_PATTERNS:
+            raise self._fault(place, f"is one too many: at most {limits.MAX_PATTERNS}")
+        check_text(pattern, self._name, "pattern", limits.MAX_REGEX)
+        if any(_UNSAFE.search(part) for part in _PART.findall(pattern) if part[:2] != "[^"):
+            raise self._fault(place, "may hold no quote, backslash or control character of its own")
+        try:
+            return whole_match(pattern)
+        except ValueError as error:
+            raise self._fault(place, str(error)) from None
 
     def _object(self, node: dict[str, Any], place: str) -> None:
+        if "patternProperties" in node:
+            self._named_by_pattern(node, f"{place}.patternProperties")
+        elif "propertyNames" in node:
+            self._names(node, f"{place}.propertyNames")
         properties, required = node.get("properties", {}), node.get("required", [])
         if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
             raise self._fault(f"{place}.required", "must be a list of names")
         if isinstance(properties, dict) and any(name not in properties for name in required):
             raise self._fault(f"{place}.required", "names a property that 'properties' lacks")
-        if "propertyNames" in node:
-            if properties or isinstance(node.get("additionalProperties"), dict):
-                raise self._fault(f"{place}.propertyNames", "cannot be enforced beside schemas of properties")
-            if isinstance(node["propertyNames"], dict):
-                node["propertyNames"].setdefault("type", "string")
+
+    def _names(self, node: dict[str, Any], place: str) -> None:
+        """Write rules for names as properties or patterns, which may have schemas of their values beside them."""
+        names, values = node["propertyNames"], node.get("additionalProperties", True)
+        forms, properties = self._unions.plain(names), node.get("properties")
+        said = {key: value for key, value in names.items() if key not in ANNOTATIONS} if isinstance(names, dict) else {}
+        if said.pop("type", "string") != "string" or not (isinstance(names, dict) or names is True):
+            raise self._fault(place, "must be an object of type 'string'")
+        listed = sorted(name for kind, name in listed_values(forms) if kind == "string")
+        if not said:
+            del node["propertyNames"]
+        elif properties:
+            raise self._fault(place, "cannot be enforced beside schemas of properties")
+        elif listed:
+            self._num_copied += len(listed) * len(_ENCODER.encode(values))
+            if self._num_copied > limits.MAX_GRAMMAR:
+                raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
+            del node["propertyNames"]
+            node |= {"properties": {name: deepcopy(values) for name in listed}, "additionalProperties": False}
+        elif isinstance(values, dict):
+            self._string(said, ["string"], place)
+            if said.keys() <= {"minLength", "maxLength"}:
+                said["pattern"] = f".{{{said.pop('minLength', 0)},{said.pop('maxLength', '')}}}"
+            if said.keys() != {"pattern"}:
+                raise self._fault(place, "cannot be enforced beside schemas of properties")
+            del node["propertyNames"]
+            node |= {"patternProperties": {said["pattern"]: values}, "additionalProperties": False}
+        elif isinstance(names, dict):
+            names.setdefault("type", "string")
+
+    def _named_by_pattern(self, node: dict[str, Any], place: str) -> None:
+        patterns = node["patternProperties"]
+        others = _OTHERS - {"patternProperties"} | {"properties"}
+        if any(node.get(key) for key in others):
+            raise self._fault(place, "cannot be enforced beside other properties; leave them out")
+        if not isinstance(patterns, dict) or len(patterns) != 1:
+            raise self._fault(place, "must have one pattern: a name could match two")
+        node["patternProperties"] = {self._pattern(key, place): value for key, value in patterns.items()}
+        node["additionalProperties"] = False
 
     def _fault(self, place: str, message: str) -> ApiError:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
+
+
+def _modernize(node: dict[str, Any]) -> None:
+    """Rewrite what older drafts of JSON Schema and OpenAPI 3.0 say in other words, and leave out what says nothing."""
+    for bound in ("minimum", "maximum"):
+        key = f"exclusive{bound.capitalize()}"
+        if isinstance(node.get(key), bool) and node.pop(key) and bound in node:
+            node[key] = node.pop(bound)
+    if isinstance(node.get("items"), list):
+        node["prefixItems"] = node.pop("items")
+        node |= {"items": node["additionalItems"]} if "additionalItems" in node else {}
+    node.pop("additionalItems", None)  # beside a single schema of all items it says nothing
+    if isinstance(node.get("nullable"), bool) and ("type" in node or not node["nullable"]):
+        types = node.get("type")
+        types = types if isinstance(types, list) else [types]
+        if node.pop("nullable") and "null" not in types:
+            node["type"] = [*types, "null"]
+    values = node["enum"] if "const" in node and isinstance(node.get("enum"), list) else []
+    if values and json.dumps(node["const"]) in map(json.dumps, values):
+        del node["enum"]  # earlier versions of pydantic write both
+    if "pattern" in node:
+        for key in ("contentEncoding", "contentMediaType"):
+            node.pop(key, None)
+    for key in node.keys() & {"items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"}:
+        node[key] = node[key] if not _is_never(node[key]) else False
+    for key in node.keys() & {"anyOf", "oneOf"}:
+        if isinstance(node[key], list):
+            node[key] = [part for part in node[key] if not _is_never(part)] or node[key]
+    if isinstance(node.get("prefixItems"), list):  # the library takes no true there
+        node["prefixItems"] = [{} if part is True else part for part in node["prefixItems"]]
+
+
+def _is_never(part: Any) -> bool:
+    """Whether nothing matches a schema: false, in the words of zod and Go too."""
+    return part is False or (isinstance(part, dict) and part.keys() == {"not"} and part["not"] in ({}, True))
+
+
+def _fill(node: dict[str, Any], types: list[str]) -> None:
+    """Say that arrays and objects may hold anything, where the schema says nothing of it."""
+    types = types or [kind for kind, keywords, *_ in _HOLDERS if node.keys() & keywords][:1]
+    if types:
+        node.setdefault("type", types[0])
+    for kind, _, listed, least, others in _HOLDERS:
+        part, number = node.get(listed), node.get(least)
+        is_short = isinstance(part, dict | list) and isinstance(number, int) and len(part) < number
+        if kind in types and not node.keys() & others and (part is None or is_short):
+            node["additionalProperties" if kind == "object" else "items"] = True
 
 
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|P?<\w+>)?|.", re.DOTALL)
@@ -266,6 +361,42 @@ def _alternative(parts: list[str], begins: bool, ends: bool) -> str:
     return ("" if begins else _AROUND) + "".join(parts) + ("" if ends else _AROUND)
 
 
+_SET = r"\[\^?(?:\\.|[^\]\\])+\]|\\[dDwWsS]"
+_REPEATED = re.compile(rf"\^({_SET}|\.)([*+])\$")
+_NOT_EMPTY = re.compile(rf"\^?(?:{_SET}|\\.|[^\\()\[\]{{}}^$*+?|])(?![*?]|\{{[0,])")
+
+
+def _fold_lengths(node: dict[str, Any]) -> None:
+    """Write lengths into the pattern beside them, if it repeats one set of characters; leave out what it implies."""
+    pattern, least, most = str(node["pattern"]), node.get("minLength", 0), node.get("maxLength", "")
+    if repeated := _REPEATED.fullmatch(pattern):
+        characters, sign = repeated.groups()
+        if sign == "+" and least == 0:
+            least = 1
+        node["pattern"] = f"^{characters}{{{least},{most}}}$"
+        node.pop("minLength", None)
+        node.pop("maxLength", None)
+    elif least == 1 and _NOT_EMPTY.match(pattern) and "|" not in pattern:
+        del node["minLength"]
+
+
+_LEAP = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
+_DAY = r"\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_DATE = f"({_DAY}|{_LEAP})"
+_HOUR = r"([01]\d|2[0-3]):[0-5]\d"
+_TIME = rf"{_HOUR}:[0-5]\d(\.\d+|)(Z|[+-]{_HOUR})"
+_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
+_HEX = "[0-9a-fA-F]"
+_UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-%s{_HEX}{{3}}-%s{_HEX}{{3}}-{_HEX}{{12}}"
+_BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=|)"
+# Formats as patterns of whole texts: the library's own allow days that no month has, and zeros before numbers.
+_AS_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}"}
+_AS_PATTERNS |= {"byte": _BASE64, "base64": _BASE64, "base64url": _BASE64.replace("+/", "_-")}
+_AS_PATTERNS |= {"uuid": _UUID % (_HEX, _HEX)}
+_AS_PATTERNS |= {f"uuid{version}": _UUID % (version, "[89abAB]") for version in range(1, 9)}
+FORMATS |= _AS_PATTERNS.keys()
+
+
 def check_text(text: Any, name: str, what: str, most: int) -> str:
     """Check a regular expression or a grammar (`what`) of at most `most` characters. Raises ApiError 400."""
     if not isinstance(text, str) or len(text) > most:
@@ -276,20 +407,6 @@ def check_text(text: Any, name: str, what: str, most: int) -> str:
         if depth > limits.MAX_NESTING:
             raise bad_request(f"{name}: at most {limits.MAX_NESTING} brackets within each other", name)
     return text
-
-
-def _texts(form: Any, name: Any) -> set[str]:
-    """The texts that property `name` may have in an object of this schema; empty if they are not listed."""
-    properties = form.get("properties") if isinstance(form, dict) and form.get("type") == "object" else None
-    part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
-    values = part.get("enum", [part.get("const")]) if isinstance(part, dict) else None
-    return set(values) if isinstance(values, list) and all(isinstance(v, str) for v in values) else set()
-
-
-def _kinds(form: Any) -> set[str]:
-    """The types of a schema's values, without "integer", which is a number; empty if it does not say."""
-    said = form.get("type", []) if isinstance(form, dict) else []
-    return {"number" if kind == "integer" else kind for kind in ([said] if isinstance(said, str) else said)}
 
 
 def _exact(value: Any) -> bool:

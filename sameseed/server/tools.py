@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from sameseed.server.schemas import KINDS, target
+from sameseed.server.unions import KINDS, target
 
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
 GEMMA, QUOTE = "<|tool_call>", '<|"|>'  # what opens a call of Gemma 4, and what stands around its strings

@@ -307,6 +307,88 @@ def test_a_pattern_matches_a_part_of_the_text(words, pattern):
             assert matched.allowed(tokens, ())[EOS] == bool(re.search(pattern, text)), (text, source)
 
 
+def arm(key, part, *required, **other):
+    return {"type": "object", "properties": {key: part}, "required": [*required], **other}
+
+
+CLOSED = {"additionalProperties": False}
+NAMED = {"type": "object", "additionalProperties": {"type": "integer"}}
+DAY = {"type": "string", "format": "date"}
+# Schemas as generators write them, texts that match, and texts that do not.
+WRITTEN = [
+    ({"type": "array", "maxItems": 2}, ["[]", '[1,"a"]'], ["[1,2,3]"]),
+    ({"type": "array", "minItems": 1}, ["[1]"], ["[]"]),
+    ({"minItems": 1}, ["[1]"], ["[]"]),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 2}, ['[1,"a"]'], ["[1]", '["a",1]']),
+    ({"type": "array", "items": {"$ref": "#/$defs/any"}, "$defs": {"any": {"type": "array"}}}, ["[[1]]"], ["[1]"]),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a":1}'], ['{"a":1,"b":2}']),
+    ({"type": "object", "required": []}, ["{}", '{"a":[1]}'], ["[]"]),
+    ({"type": ["string", "object"], "maxLength": 1}, ['"a"', '{"a":"bc"}'], ['"ab"']),
+    ({"type": "integer", "format": "int32", "minimum": 0.0}, ["5"], ["-1", "1.5"]),
+    (DAY, ['"2024-02-29"', '"2023-12-31"'], ['"2023-02-29"', '"2024-04-31"', '"2024-13-01"']),
+    (DAY | {"format": "date-time"}, ['"2024-02-29T12:00:00.5+01:00"'], ['"2024-02-30T12:00:00Z"', '"2024-02-29"']),
+    (DAY | {"format": "ipv4"}, ['"10.0.0.255"'], ['"10.0.0.256"', '"10.0.0.01"']),
+    (DAY | {"format": "uuid4"}, ['"123e4567-e89b-42d3-a456-426614174000"'], ['"123e4567-e89b-12d3-a456-426614174000"']),
+    (DAY | {"pattern": r"^\d{4}$"}, ['"2024"'], ['"2024-02-29"']),
+    ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 2}, ['"a"', '"ab"'], ['""', '"abc"', '"A"']),
+    ({"type": "string", "pattern": "^https://", "minLength": 1}, ['"https://a"'], ['""']),
+    (NAMED | {"propertyNames": {"type": "string"}}, ['{"a":1}'], ['{"a":"x"}']),
+    (
+        NAMED | {"propertyNames": {"enum": ["a", "b"]}, "required": ["b"]},
+        ['{"a":1,"b":2}', '{"b":2}'],
+        ['{"a":1}', '{"b":2,"c":3}', '{"b":"x"}'],
+    ),
+    (NAMED | {"propertyNames": {"pattern": "^a|b$"}}, ['{"ax":1,"xb":2}', "{}"], ['{"xa":1}', '{"a":"x"}']),
+    (NAMED | {"propertyNames": {"maxLength": 1}}, ['{"a":1}'], ['{"ab":1}', '{"a":"x"}']),
+    ({"type": "object", "patternProperties": {"^[0-9]+$": {"const": 0}}}, ['{"12":0}'], ['{"a":0}', '{"1":1}']),
+    ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, ["[1]"], ["[1,1]", '["a"]']),
+    ({"type": "array", "items": [{"const": 1}, True], "additionalItems": {"const": 0}}, ["[1,2,0]"], ["[1,2,3]"]),
+    ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, ["2"], ["1"]),
+    ({"type": "string", "nullable": True}, ['"a"', "null"], ["1"]),
+    ({"anyOf": [{"not": {}}, {"const": "a", "enum": ["a"], "type": "string"}]}, ['"a"'], ['"b"']),
+    (
+        {"oneOf": [{"enum": ["A", "B"]}, arm("C", {"type": "string"}, "C", **CLOSED), arm("D", {}, "D", **CLOSED)]},
+        ['"B"', '{"C":"x"}', '{"D":1}'],
+        ['"C"', '{"C":1}', '{"C":"x","D":1}'],
+    ),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"oneOf": [arm("k", {"const": False}, "k"), arm("k", {"const": 1}, "k")]}],
+            "$defs": {"a": arm("k", {"$ref": "#/$defs/a/x-kind"}, "k") | {"x-kind": {"const": True}}},
+        },
+        ['{"k":true}', '{"k":false}', '{"k":1}'],
+        ['{"k":2}', "{}"],
+    ),
+    (
+        {"anyOf": [{"$ref": "#/$defs/a%20~1b"}, {"$ref": "#/anyOf/2"}, {"const": 3}], "$defs": {"a /b": {"const": 2}}},
+        ["2", "3"],
+        ["1"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "taken", "refused"), WRITTEN)
+def test_schemas_mean_what_they_say(words, schema, taken, refused):
+    matched = words.matched(words.language(words.compiled("json", schemas.check(schema, "response_format"))))
+    for text in (*taken, *refused):
+        tokens = [words.vocabulary.pieces.index(bytes([byte])) for byte in text.encode()]
+        assert matched.allowed(tokens, ())[EOS] == (text in taken), text
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [
+        [arm("a", {}, "a"), arm("b", {}, "b", **CLOSED)], [arm("a", {}, "a", **CLOSED)] * 2,
+        [arm("k", {"const": 1}, "k"), arm("k", {"const": 1.0}, "k")],
+        [arm("k", {"const": 1}), arm("k", {"const": 2}, "k")],
+        [{"enum": ["a", 1]}, {"type": "number"}], [{"type": "string", "nullable": True}, {"type": "null"}],
+    ],
+)  # fmt: skip
+def test_one_of_what_could_match_twice_is_refused(words, arms):
+    with pytest.raises(RequestError, match="oneOf"):
+        words.compiled("json", schemas.check({"oneOf": arms}, "response_format"))
+
+
 def test_a_group_of_an_unknown_kind_is_no_text(words):
     with pytest.raises(RequestError, match="Group"):
         words.compiled("json", schemas.check({"type": "string", "pattern": "(?>a)"}, "response_format"))
