@@ -44,7 +44,9 @@ MAX_TOKENS = 256
 FEWSHOT_SEED = 1234  # the harness's default
 INVALID = "[invalid]"  # the harness's mark for an answer from which no result could be extracted
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")  # named as in SamplingParams
-IGNORED = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_length", "skip_special_tokens"}
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+IGNORED = {"do_sample", "until", "max_length", "skip_special_tokens", *LENGTHS}
+END = "\ufdd0"  # of an answer that the model continues; a noncharacter, so in no text
 
 
 @register_model("sameseed")
@@ -93,8 +95,15 @@ class SameseedLM(TemplateLM):
         return self.llm.tokenizer.encode(string, add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, rendered with the model's chat template."""
-        return self.llm.tokenizer.render_chat(chat_history, add_generation_prompt)
+        """The conversation as text, rendered with the model's chat template.
+
+        Without the generation prompt, the text ends in the last message, which the model continues.
+        """
+        if add_generation_prompt:
+            return self.llm.tokenizer.render_chat(chat_history)
+        *before, last = chat_history
+        text = self.llm.tokenizer.render_chat([*before, {**last, "content": last["content"] + END}], False)
+        return text[: text.rindex(END)]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """As the harness cuts them, but a last token that spans both belongs to the continuation."""
@@ -155,9 +164,9 @@ def _params(given: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from the harness's generation arguments. Raises RequestError for an unsupported argument."""
     until = given.get("until") or ()
     stop = (until,) if isinstance(until, str) else tuple(s for s in until if s)
-    length = next((given[k] for k in ("max_gen_toks", "max_new_tokens", "max_tokens") if given.get(k)), MAX_TOKENS)
-    for name in given:
-        if name not in SAMPLING and name not in IGNORED:
+    length = next((given[k] for k in LENGTHS if given.get(k)), MAX_TOKENS)
+    for name, value in given.items():
+        if name not in SAMPLING and name not in IGNORED and (name, value) != ("num_beams", 1):
             raise RequestError(f"generation argument {name!r} has no meaning here; leave it out of --gen_kwargs")
     chosen: dict[str, Any] = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if given.get("do_sample") is False:

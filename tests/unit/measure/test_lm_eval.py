@@ -109,7 +109,8 @@ def test_an_empty_continuation_is_certain(model):
 
 def test_generation_is_the_front_door_s_and_stops(model, pair_folders):
     expected = LLM(str(pair_folders[0])).generate("the sum", None)[0].text
-    full = model.generate_until([request("the sum", {"max_gen_toks": 128, "do_sample": False, "temperature": 1.0})])[0]
+    given = {"max_completion_tokens": 128, "do_sample": False, "temperature": 1.0, "num_beams": 1}
+    full = model.generate_until([request("the sum", given)])[0]
     assert full == expected
     mark = full[10:12]
     cut = model.generate_until([request("the sum", {"until": mark, "max_gen_toks": 128})])[0]
@@ -117,6 +118,11 @@ def test_generation_is_the_front_door_s_and_stops(model, pair_folders):
     assert model.generate_until([request("the sum of " * 200, {"max_gen_toks": 6})])
     with pytest.raises(RequestError, match="num_beams"):
         model.generate_until([request("x", {"num_beams": 4})])
+
+
+def test_an_answer_that_the_task_begins_is_continued(model):
+    turns = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "def add(a, b):\n"}]
+    assert model.apply_chat_template(turns, add_generation_prompt=False) == "user: Add.\nassistant: def add(a, b):\n"
 
 
 def test_the_command_knows_the_model(pair_folders, task_folder, tmp_path, monkeypatch, capsys):
