@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.models.config import ModelConfig, parse_config, read_json
+from sameseed.models.config import DEFAULTS, OUTER, ModelConfig, parse_config, read_json
 from sameseed.models.layouts import sameseed as own
 from sameseed.models.safetensors_file import name_files, safetensors_head, sync_folder, write_file, write_safetensors
 from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes
@@ -139,9 +139,18 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
 
 
 def source_config(source: Path) -> dict[str, Any]:
-    """The config.json of a folder, or an equivalent one for a GGUF file. Raises ConfigError if there is none."""
+    """The config.json of a folder, or an equivalent one for a GGUF file. Raises ConfigError if there is none.
+
+    Of a Mistral 3, which also sees, it is that of the language model alone, which is all that is written.
+    """
     if not source.is_file():
-        return read_json(source / "config.json")
+        raw = read_json(source / "config.json")
+        if not isinstance(text := raw.get("text_config"), dict):
+            return raw
+        text = {"model_type": "mistral", **DEFAULTS["Mistral3"], **text}
+        name = "Ministral3ForCausalLM" if text["model_type"] == "ministral3" else "MistralForCausalLM"
+        outer = {key: raw[key] for key in (*OUTER, "dtype", "torch_dtype") if raw.get(key) is not None}
+        return {**text, **outer, "architectures": [name]}
     from sameseed.models.gguf.config import raw_config
     from sameseed.models.gguf.header import GGUFFile
 

@@ -131,6 +131,18 @@ def test_files_and_card(source, tmp_path):
     assert write(source, out, "w4a16", overwrite=True) == out, "a folder of templates is part of a checkpoint"
 
 
+def test_of_a_model_that_also_sees_the_language_model_is_written(source, tmp_path):
+    want = all_logits(load(write(source, tmp_path / "plain", "w4a16")), prompt(9))
+    text = {**RAW, "model_type": "ministral3"}
+    raw = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "eos_token_id": 5}
+    (source / "config.json").write_text(json.dumps({**raw, "text_config": text, "vision_config": {}}))
+    out = write(source, tmp_path / "out", "w4a16")
+    found = json.loads((out / "config.json").read_text())
+    assert (found["architectures"], found["model_type"]) == (["Ministral3ForCausalLM"], "ministral3")
+    assert found["eos_token_id"] == 5 and not {"text_config", "vision_config"} & found.keys()
+    assert all_logits(load(out), prompt(9)).equal(want)
+
+
 def test_shards_and_their_index(source, tmp_path):
     out = write(source, tmp_path / "out", "w4a16", shard_bytes=20_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
