@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
 import json
 import time
@@ -21,21 +22,17 @@ BUSY = (429, 503)  # status codes after which a request is retried
 LONGEST_WAIT = 30.0  # most seconds to wait for one Retry-After
 MAX_DETAIL = 300  # characters of an error's text that are kept
 NOT_SENT = "not sent"
+NO_KEY = "wants an API key; give --api-key-file, or set the variable of --api-key-variable"
 _UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and its model. `url`: without /v1. `version`: of the API's routes; OpenVINO's server has /v3."""
+    """A server and its model. `url`: what its routes begin with, e.g. http://127.0.0.1:8000/v1."""
 
     url: str
     model: str = ""
     chat: bool = False
-    version: str = "v1"
-
-    @property
-    def routes(self) -> str:
-        return f"{self.url}/{self.version}"
 
 
 @dataclass(frozen=True)
@@ -124,40 +121,64 @@ class ServerQuestion:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
-    """An HTTP client with `concurrency` connections, which ignores proxy settings."""
-    return httpx.AsyncClient(
-        headers={"authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(timeout, connect=10.0),
-        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        trust_env=False,
-    )
+def open_client(url: str, key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
+    """An HTTP client with `concurrency` connections. The environment's proxies are for servers that are not near.
+
+    Raises VerifyError for proxies and certificates of the environment that cannot be used.
+    """
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    transport = None  # httpx's own, with the environment's proxies and certificates
+    try:
+        if is_near(url):
+            transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=url.startswith("https:"))
+        return httpx.AsyncClient(
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=10.0),
+            limits=limits,
+            transport=transport,
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise VerifyError(f"{error}; mend or unset HTTPS_PROXY, HTTP_PROXY, ALL_PROXY or SSL_CERT_FILE") from None
+
+
+def is_near(url: str) -> bool:
+    """Whether a server is on this machine or in a private network, by its address or a name without a dot."""
+    host = ""
+    with suppress(httpx.InvalidURL, ValueError):
+        host = httpx.URL(url).host
+        return not ipaddress.ip_address(host).is_global
+    return "." not in host
 
 
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
     """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
 
-    Raises VerifyError if there is no such server.
+    Some servers list their models otherwise, or to some keys only; that is an error if no model is named. Raises
+    VerifyError, also if there is no such server.
     """
     try:
-        response = await client.get(f"{endpoint.routes}/models")
+        response = await client.get(f"{endpoint.url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise VerifyError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
-    if response.status_code in (401, 403):
-        raise VerifyError(
-            f"{endpoint.url} wants an API key; give --api-key-file, or set the variable of --api-key-variable"
-        )
-    if response.status_code != 200:
-        if endpoint.model:
-            return {}
-        raise VerifyError(f"{endpoint.routes}/models answers {response.status_code}; name the model with --name")
+    code = response.status_code
+    if response.has_redirect_location:
+        raise VerifyError(f"{endpoint.url}/models has moved to {response.headers['location']}; give this address")
+    if code == 401 or (code == 403 and not endpoint.model):
+        raise VerifyError(f"{endpoint.url} {NO_KEY}")
     try:
-        models = [dict(m) for m in response.json().get("data") or [{}]]
+        models = [dict(m) for m in response.json().get("data") or [{}]] if code == 200 else []
     except _UNREADABLE:
-        raise VerifyError(
-            f"{endpoint.routes}/models is not the answer of a server with OpenAI's API; give the address of one"
-        ) from None
-    return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
+        if not endpoint.model:
+            raise VerifyError(
+                f"{endpoint.url}/models is not the answer of a server with OpenAI's API; give the address of one, or "
+                "name the model with --name"
+            ) from None
+        models = []
+    if endpoint.model:
+        return next((m for m in models if m.get("id") == endpoint.model), {})
+    if not models:
+        raise VerifyError(f"{endpoint.url}/models answers {code}; name the model with --name")
+    return models[0]
 
 
 class Asker:
@@ -208,7 +229,7 @@ class Asker:
 
     async def _exchange(self, body: dict[str, Any]) -> ServedText:
         """The answer to one request, sent again while the server is busy and the budget allows."""
-        url = self.endpoint.routes + ("/chat/completions" if self.endpoint.chat else "/completions")
+        url = self.endpoint.url + ("/chat/completions" if self.endpoint.chat else "/completions")
         most = min(MAX_RETRIES, self.budget.requests - self.budget.spent)
         retries = -1
         while True:
@@ -245,7 +266,7 @@ class Asker:
 
     async def _alive(self) -> bool:
         try:
-            await self.client.get(f"{self.endpoint.routes}/models", timeout=10.0)
+            await self.client.get(f"{self.endpoint.url}/models", timeout=10.0)
         except httpx.HTTPError:
             return False
         return True

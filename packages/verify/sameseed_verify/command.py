@@ -72,7 +72,7 @@ async def _verify(args: VerifyServerArgs, earlier: Mapping[str, Any] | None) -> 
         def tick(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total)
 
-        async with open_client(key, args.concurrency + 1, args.timeout) as client:
+        async with open_client(args.url, key, args.concurrency + 1, args.timeout) as client:
             return await verify(client, args, earlier, tick)
 
 

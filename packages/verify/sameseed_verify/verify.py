@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ import httpx
 
 from sameseed_verify import VerifyError, numbers, texts, ties  # each registers its promises
 from sameseed_verify.advice import advice, engine_of
-from sameseed_verify.ask import NOT_SENT, Asker, Endpoint, RequestBudget, ServedText, ServerQuestion, introduce
+from sameseed_verify.ask import NO_KEY, NOT_SENT, Asker, Endpoint, RequestBudget, ServedText, ServerQuestion, introduce
 from sameseed_verify.inquiry import (
     BROKEN,
     HOLDS,
@@ -43,6 +44,8 @@ def needed(count: int) -> int:
 
 
 LEAST_REQUESTS = needed(LEAST_TEXTS)
+ROUTE = re.compile(r"/(models|(chat/)?completions)$")
+VERSION = re.compile(r"/v\d\w*(/|$)")  # e.g. /v3 of OpenVINO's server, /v1beta/openai of Gemini's API
 EXIT_CODES = {HOLDS: 0, BROKEN: 1, NOT_SHOWN: 3}
 Tick = Callable[[str, int, int], None]  # name of a promise, number of promises done, number of promises
 
@@ -62,13 +65,16 @@ def check(args: VerifyServerArgs) -> None:
 
 
 def endpoint_of(args: VerifyServerArgs) -> Endpoint:
-    """The server's endpoint; its URL may end in the API's version, e.g. /v1. Raises VerifyError."""
-    url, _, version = args.url.rstrip("/").rpartition("/")
-    if not (version[:1] == "v" and version[1:].isdigit()):
-        url, version = args.url.rstrip("/"), "v1"
+    """The server's endpoint. Its URL may be that of a route, or hold the API's version; else /v1 is added.
+
+    Raises VerifyError.
+    """
+    url = args.url.partition("?")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or len(url) < len("http://x"):
         raise VerifyError(f"give a server's address, e.g. http://127.0.0.1:8000, got {args.url!r}")
-    return Endpoint(url, args.name or "", args.chat, version)
+    before = ROUTE.sub("", url)
+    whole = before != url or VERSION.search(url.partition("://")[2])
+    return Endpoint(before if whole else f"{url}/v1", args.name or "", args.chat)
 
 
 async def verify(
@@ -123,8 +129,12 @@ async def meet(client: httpx.AsyncClient, args: VerifyServerArgs) -> tuple[Asker
                 raise VerifyError(f"{budget.ended} before anything could be asked; give more")
             if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
                 break  # the request did not fail because of the additional fields
-        if first.error not in ("HTTP 404", "HTTP 405"):
+        if not first.refused:
             break
+    if first.error in ("HTTP 401", "HTTP 403"):
+        raise VerifyError(f"{endpoint.url} {NO_KEY} ({first.detail})")
+    if first.detail.startswith("Unsupported"):  # of OpenAI's reasoning models
+        raise VerifyError(f"{first.detail} Only models that take max_tokens and temperature 0 can be asked")
     raise VerifyError(
         f"{endpoint.url} does not answer as a server with OpenAI's API ({first.error}: {first.detail}); give the "
         "address of one, and the model's --name"

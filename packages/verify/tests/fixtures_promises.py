@@ -44,7 +44,7 @@ class Chunks(httpx.AsyncByteStream):
 class PromiseServer:
     """`fault`: what the server does wrong; `lacks`: features that it does not have (seeds, logprobs, extras, ...).
 
-    `says`: the field of a message that holds the text.
+    `says`: the field of a message that holds the text. `models`: another answer to what its models are.
     """
 
     fault: str = ""
@@ -52,6 +52,7 @@ class PromiseServer:
     dies_after: int = 10**9
     changes_after: int = 10**9
     says: str = "content"
+    models: httpx.Response | None = None
     lengths: tuple[int, ...] = ()  # lengths of answers, by length of the prompt; empty: as many tokens as allowed
     closed: bool = False
     inside: int = 0
@@ -66,9 +67,8 @@ class PromiseServer:
             raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
         self.closed = False
         if request.url.path == "/v1/models":
-            return httpx.Response(
-                200, json={"data": [{"id": "org/letters", "owned_by": "vllm", "max_model_len": 4096}]}
-            )
+            entry = {"id": "org/letters", "owned_by": "vllm", "max_model_len": 4096}
+            return self.models or httpx.Response(200, json={"data": [entry]})
         body = json.loads(request.content)
         self.seen.append(body)
         if (refusal := self._refusal(request.url.path, body)) is not None:
@@ -82,6 +82,10 @@ class PromiseServer:
     def _refusal(self, path: str, body: dict[str, Any]) -> tuple[int, str] | None:
         if "completions" in self.lacks and "chat" not in path:
             return 404, "no such route"
+        if "completions of this model" in self.lacks and "chat" not in path:
+            return 400, "this model has conversations only"
+        if self.fault == "max_tokens":
+            return 400, "Unsupported parameter: 'max_tokens' is not supported with this model."
         if "seeds" in self.lacks and "seed" in body:
             return 400, "seed is not supported"
         if "extras" in self.lacks and "cache_salt" in body:

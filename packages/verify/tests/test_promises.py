@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -13,11 +14,11 @@ import pytest
 from fixtures_promises import PromiseServer
 
 from sameseed_verify import VerifyError
-from sameseed_verify.ask import ScoredToken
+from sameseed_verify.ask import ScoredToken, open_client
 from sameseed_verify.inquiry import Evidence, VerifyServerArgs
 from sameseed_verify.numbers import likeliest
 from sameseed_verify.page import render
-from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, check, verify
+from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, check, endpoint_of, verify
 
 SETTINGS = VerifyServerArgs("http://fake", seconds=1e6)
 ASKED = [name for name in ORDER if name != "again"]
@@ -159,8 +160,53 @@ async def test_a_server_of_openais_fields_alone_and_one_of_conversations() -> No
     assert not made["config"]["extra_fields"] and all("cache_salt" not in body for body in strict.seen[1:])
     assert "fields beyond OpenAI's" in entry(made, "speculation")["why"]
     assert entry(made, "repeat")["status"] == entry(made, "ties")["status"] == "holds"
-    made = await inquire(PromiseServer(lacks=("completions",)))
-    assert made["config"]["chat"] and made["verdict"] == "holds"
+    for lack in ("completions", "completions of this model"):
+        made = await inquire(PromiseServer(lacks=(lack,)))
+        assert made["config"]["chat"] and made["verdict"] == "holds"
+
+
+@pytest.mark.parametrize("models", [httpx.Response(200, json=[{"id": "a"}]), httpx.Response(403)])
+async def test_who_names_the_model_needs_no_list_of_models(models: httpx.Response) -> None:
+    settings = replace(SETTINGS, name="org/letters", only=("repeat",))
+    assert statuses(await inquire(PromiseServer(models=models), settings)) == {"repeat": "holds"}
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ("http://h:8000", "http://h:8000/v1"), ("https://h/v3/", "https://h/v3"), ("https://v1/x", "https://v1/x/v1"),
+        ("https://h/v1beta/openai/", "https://h/v1beta/openai"), ("http://h/v1/models", "http://h/v1"),
+        ("https://h/openai/v1?api-version=preview", "https://h/openai/v1"),
+        ("https://h/v1/chat/completions", "https://h/v1"), ("https://h/completions", "https://h"),
+    ],
+)  # fmt: skip
+def test_a_server_is_named_by_any_of_its_addresses(given: str, begins: str) -> None:
+    assert endpoint_of(replace(SETTINGS, url=given)).url == begins
+
+
+@pytest.mark.parametrize("far", [False, True])
+async def test_proxies_are_for_servers_that_are_not_near(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        own = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", own if far else "http://127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "")
+        url = "http://far.example" if far else own
+        async with open_client(url, None, 1, 20.0) as client:
+            assert (await client.get(url)).status_code == 200
+    assert (b"far.example" in seen[0]) == far
+
+
+def test_a_proxy_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "unknown://x")
+    with pytest.raises(VerifyError, match="unset HTTPS_PROXY"):
+        open_client("https://far.example", None, 1, 20.0)
 
 
 @pytest.mark.parametrize("dies_after", [3, 40, 70, 100])
@@ -247,6 +293,8 @@ async def test_what_is_no_such_server_is_said() -> None:
         (half, "does not answer as a server with OpenAI's API"),
         (lambda r: httpx.Response(404), "name the model with --name"),
         (lambda r: httpx.Response(401), "API key"),
+        (lambda r: httpx.Response(308, headers={"location": "https://h/v1/models"}), "moved to https://h/v1/models"),
+        (PromiseServer("max_tokens"), "Only models that take max_tokens"),
     ):
         with pytest.raises(VerifyError, match=says):
             await inquire(server)
