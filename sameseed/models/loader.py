@@ -23,7 +23,7 @@ from sameseed.scheme import QuantScheme, get
 from sameseed.special import GENERATION, end_tokens, read_object, special_tokens
 from sameseed.tokenizer import Tokenizer
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "*.model", "LICENSE*", "NOTICE", "USE_POLICY.md"]
 # Other layouts of the same weights would be downloaded twice. Of the folders, only that of templates begins so.
 HUB_IGNORED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 

@@ -34,7 +34,8 @@ CHUNK = 1 << 20  # values that are in memory at one time
 SPARE = 64 << 20  # bytes of disk space required beyond the tensors: tokenizer, index, file system overhead
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-    "chat_template.jinja", "chat_template.json", "LICENSE", "NOTICE",
+    "chat_template.jinja", "chat_template.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
+    "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md",
 )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
             f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
         )
     files = [*out.glob(f"{TEMPLATES}/*"), *(p for p in sorted(out.iterdir()) if p.name != TEMPLATES)]
-    strange = next((p.name for p in files if not p.is_file() or p.suffix not in OURS), None)
+    strange = next((p.name for p in files if not p.is_file() or (p.suffix not in OURS and p.name not in COPIED)), None)
     if strange is not None:
         raise ModelSaveError(f"{out} holds {strange}, which is not of a checkpoint; move it, or choose another place")
 

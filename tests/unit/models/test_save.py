@@ -110,13 +110,16 @@ def test_transformers_reads_the_same_model(text, source, tmp_path):
 def test_files_and_card(source, tmp_path):
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    for name in ("tokenizer.model", "merges.txt", "LICENSE", "USE_POLICY.md"):
+        (source / name).write_text(name)
     source = source.rename(tmp_path / "Llama-3.1-8B")
     out = write(
         source, tmp_path / "new" / "out", "w4a16", card="Calibrated on nothing.", files={"quantization.json": "{}"}
     )
     assert {p.name for p in out.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja",
-        "README.md", "quantization.json", "additional_chat_templates",
+        "README.md", "quantization.json", "additional_chat_templates", "tokenizer.model", "merges.txt", "LICENSE",
+        "USE_POLICY.md",
     }  # fmt: skip
     assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "{{ documents }}"
     card = (out / "README.md").read_text()
@@ -128,7 +131,7 @@ def test_files_and_card(source, tmp_path):
     )
     assert read_config(out).eos_token_ids == (2, 7)
     assert os.listdir(out.parent) == ["out"]
-    assert write(source, out, "w4a16", overwrite=True) == out, "a folder of templates is part of a checkpoint"
+    assert write(source, out, "w4a16", overwrite=True) == out, "templates and licence are part of a checkpoint"
 
 
 def test_of_a_model_that_also_sees_the_language_model_is_written(source, tmp_path):
