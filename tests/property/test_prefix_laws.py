@@ -71,21 +71,14 @@ def test_text_is_the_same_from_the_cache(plain, name):
     assert texts(run(tight, PROMPTS, EACH)) == wanted
 
 
-def test_a_draft_model_finds_its_own_rows_again(pair):
+def test_a_draft_model_finds_its_own_rows_again(pair, spied):
     """With cached rows, the draft model's guesses are the same as without."""
     cold, warm = (make_engine(pair, "draft_model", k=5, block=4) for _ in range(2))
     run(warm, PROMPTS, EACH, alone=True)
     mine = warm.drafter.runner.blocks
     known = len(mine.prefixes)
     before = warm.metrics.copy()
-    passes = []
-    forward = warm.drafter.runner.forward
-
-    def counted(seqs, draft, num_pending, *more, **named):
-        passes.append(max(num_pending))
-        return forward(seqs, draft, num_pending, *more, **named)
-
-    warm.drafter.runner.forward = counted
+    passes = spied(warm.drafter.runner, "forward", lambda seqs, draft, num_pending, *_, **more: max(num_pending))
     run(warm, PROMPTS, EACH, alone=True)
     without_sharing(cold).drafter.runner.blocks.shares = False
     run(cold, PROMPTS, EACH, alone=True)

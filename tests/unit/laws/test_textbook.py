@@ -19,8 +19,12 @@ SHARED = ("noise ignores the position", "the temperature is applied twice", "one
 
 
 @pytest.mark.parametrize(
-    ("weights", "kv"), [("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("fp8-a8", "auto"), ("bf16-a16", "auto")]
-)
+    ("weights", "kv"),
+    [
+        ("auto", "fp32"), ("auto", "bf16"), ("w8a8", "int8"), ("w8a8-outliers", "int8_a8"), ("w4a8", "bf16"),
+        ("nf4", "fp8_e4m3"), ("fp8-a8", "auto"), ("bf16-a16", "auto"),
+    ],
+)  # fmt: skip
 def test_texts_are_the_textbooks(pair_folders, weights, kv):
     result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0]), weights, kv), Effort(1e-9))
     assert result.status == PASSED, result.found.findings
