@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from lawkit import Pair, load_pair, write_model
 
 from sameseed import ops, registry, store
+from sameseed.errors import say_once
 from sameseed.models.loader import load_model
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ def _threads() -> None:
     """
     if ops.num_threads() != THREADS or torch.get_num_threads() != THREADS:
         ops.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True)
+def _say_again() -> None:
+    """Say again what was said once in a test before."""
+    say_once.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

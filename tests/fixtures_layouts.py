@@ -333,20 +333,23 @@ def bnb_int8(weight, name, generator):
     return stored, codes.float() * (absmax / 127.0)[:, None]
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def e2m1(x):
+    """The nearest e2m1 codes, two per byte (the first in the low half), and their values in the shape of x."""
+    near = x.abs()[..., None].sub(E2M1).abs().argmin(-1)
+    codes = (near + 8 * (x < 0)).flatten(1)
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), E2M1[near] * torch.where(x < 0, -1.0, 1.0)
+
+
 def mxfp4(weight, name, generator):
-    """e2m1 codes, two per byte (the first in the low half), and e8m0 scales of blocks of 32."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    """e2m1 codes, two per byte, and e8m0 scales of blocks of 32."""
     x = weight.view(weight.shape[0], -1, 32)
     exponent = torch.floor(torch.log2(x.abs().amax(-1))) - 2
-    scaled = x / torch.exp2(exponent)[..., None]
-    near = scaled.abs()[..., None].sub(values).abs().argmin(-1)
-    codes = (near + 8 * (scaled < 0)).flatten(1)
-    meant = (values[near] * torch.where(scaled < 0, -1.0, 1.0) * torch.exp2(exponent)[..., None]).flatten(1)
-    stored = {
-        f"{name}.weight_packed": (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
-        f"{name}.weight_scale": (exponent + 127).to(torch.uint8),
-    }
-    return stored, meant
+    codes, values = e2m1(x / torch.exp2(exponent)[..., None])
+    stored = {f"{name}.weight_packed": codes, f"{name}.weight_scale": (exponent + 127).to(torch.uint8)}
+    return stored, (values * torch.exp2(exponent)[..., None]).flatten(1)
 
 
 def mlx(bits, group):
@@ -371,28 +374,23 @@ def modelopt_nvfp4(weight, name, generator):
     stored, _ = nvfp4(weight, name, generator)
     whole = 1 / stored[f"{name}.weight_global_scale"][0]
     codes, scales = stored[f"{name}.weight_packed"], stored[f"{name}.weight_scale"]
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     nibble = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
-    values = table[nibble & 7] * torch.where(nibble > 7, -1.0, 1.0)
+    values = E2M1[nibble & 7] * torch.where(nibble > 7, -1.0, 1.0)
     meant = (values.view(*scales.shape, 16) * (scales.float() * whole)[..., None]).flatten(1)
     return {f"{name}.weight": codes, f"{name}.weight_scale": scales, f"{name}.weight_scale_2": whole}, meant
 
 
 def nvfp4(weight, name, generator):
-    """e2m1 codes, two per byte (the first in the low half), and e4m3 scales of blocks of 16, over one float32 scale."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    """e2m1 codes, two per byte, and e4m3 scales of blocks of 16, over one float32 scale."""
     x = weight.view(weight.shape[0], -1, 16)
     largest = 448.0 * 6.0 / weight.abs().amax().view(1)
     scales = (x.abs().amax(-1) / 6.0 * largest).to(torch.float8_e4m3fn)
     wide = (scales.float() / largest)[..., None]
-    near = (x / wide).abs()[..., None].sub(values).abs().argmin(-1)
-    codes = (near + 8 * (x < 0)).flatten(1)
+    codes, values = e2m1(x / wide)
     stored = {
-        f"{name}.weight_packed": (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8),
-        f"{name}.weight_scale": scales,
-        f"{name}.weight_global_scale": largest,
-    }
-    return stored, (values[near] * torch.where(x < 0, -1.0, 1.0) * wide).flatten(1)
+        f"{name}.weight_packed": codes, f"{name}.weight_scale": scales, f"{name}.weight_global_scale": largest,
+    }  # fmt: skip
+    return stored, (values * wide).flatten(1)
 
 
 def ct_config(bits, kind, strategy, layout, group=None, symmetric=True, **more):

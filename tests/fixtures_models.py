@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sameseed import hub, ops, registry, scheme
 from sameseed.batch import Rows, build_batch
+from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import RecurrentStates
 from sameseed.measure import limits, shapes
@@ -467,6 +468,14 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": tiny})
     monkeypatch.setattr(limits, "BYTES", 1 << 20)
     monkeypatch.setattr(limits, "SECONDS", 1e-4)
+
+
+def fails(make, *words):
+    """Check that `make` raises a ModelLoadError with all these words."""
+    with pytest.raises(ModelLoadError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
 def llama_shape(hidden, heads, vocab=400, inner=96, layers=5, tied=False):

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fixtures_models import (
     VARIANTS,
     all_logits,
     backends,
+    fails,
     load,
     prompt,
     random_tensors,
@@ -22,7 +24,7 @@ from fixtures_models import (
 from safetensors.torch import load_file, save_file
 
 from sameseed import ops
-from sameseed.errors import ConfigError, ModelLoadError, SameseedError, say_once
+from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models import loader, weights as weights_module
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import own_draft, parse_config
@@ -44,11 +46,7 @@ def weights(folder):
 
 
 def refused(folder, *words):
-    with pytest.raises(ModelLoadError) as caught:
-        load(folder)
-    assert isinstance(caught.value, SameseedError) and isinstance(caught.value, ValueError)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    fails(lambda: load(folder), *words)
 
 
 SOME = "model.layers.1.mlp.up_proj.weight"
@@ -85,22 +83,14 @@ def test_tensors_that_can_be_computed_are_ignored(name, folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("values", [[nan], [inf], [-inf], [inf, -inf]], ids=str)  # the sum of the last is NaN
 @pytest.mark.parametrize("name", [SOME, "model.norm.weight", "model.embed_tokens.weight"])
-def test_weights_that_are_no_numbers(name, value, dtype, folder):
+def test_weights_that_are_no_numbers(name, values, dtype, folder):
     tensors = read_tensors(folder)
     tensors[name] = tensors[name].to(dtype)
-    tensors[name].view(-1)[17] = value
+    tensors[name].view(-1)[17 : 17 + len(values)] = torch.tensor(values)
     write_tensors(folder, tensors)
     refused(folder, name, "model.safetensors", "NaN or infinity")
-
-
-def test_infinities_that_cancel(folder):
-    """The sum of the weights is NaN, not infinite, and is noticed all the same."""
-    tensors = read_tensors(folder)
-    tensors[SOME].view(-1)[:2] = torch.tensor([float("inf"), float("-inf")])
-    write_tensors(folder, tensors)
-    refused(folder, SOME, "NaN or infinity")
 
 
 def test_large_weights_are_no_infinity(folder):
@@ -434,7 +424,6 @@ def test_a_head_stored_in_4_bits_stays(tmp_path):
 
 
 def test_fewer_bits_than_the_file_has_are_told(folder, caplog):
-    say_once.cache_clear()
     for format in ("w8a8", "w4a8", "w4a8"):
         target_scheme(format, folder)
     assert [record.message.count("eval --compare") for record in caplog.records] == [1]

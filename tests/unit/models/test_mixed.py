@@ -1,4 +1,4 @@
-"""Models whose modules are stored in different formats, and random models made without files."""
+"""Models whose modules are stored in different formats or share rows, and random models made without files."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ from fixtures_models import VARIANTS, Stored, all_logits, backends, prompt, rand
 
 from sameseed import ops, scheme
 from sameseed.errors import ConfigError, RegistryError
+from sameseed.models import weights
 from sameseed.models.config import parse_config
 from sameseed.models.llama import Llama
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import expected_shapes, read_weights
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import QuantScheme, QuantTensor
 
 RAW = {**VARIANTS["qwen2"].raw, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 
@@ -104,15 +105,74 @@ def test_bad_rules(text, error, says):
         load(RAW, {}, text, "reference")
 
 
-@pytest.mark.parametrize(("asked", "kept"), [("w4a8", True), ("w4a16-g32", True), ("w4a16-g64", False)])
-def test_the_name_of_the_stored_format_keeps_its_codes(asked, kept):
+@pytest.mark.parametrize(
+    ("stored", "asked", "kept", "activations"),
+    [
+        ("w4a16-g32-asym", "w4a8", True, "int8"), ("w4a16-g32-asym", "w4a16-g32", True, None),
+        ("w4a16-g32-asym", "w4a16-g64", False, None), ("fp8-b128", "auto", True, None), ("fp8-b128", "fp8", True, None),
+        ("fp8-b128", "fp8-b128", True, None), ("fp8-b128", "fp8-a8-b128", True, "fp8"),
+        ("fp8-b128", "fp8_e5m2", False, None),
+    ],
+)  # fmt: skip
+def test_the_name_of_the_stored_format_keeps_its_codes(stored, asked, kept, activations):
+    """With or without the variant; another format does not."""
     every = [f"model.layers.{i}.mlp.{n}_proj" for i in range(2) for n in ("gate", "up", "down")]
     raw = {**RAW, "hidden_size": 64, "intermediate_size": 128}
-    model, source = load(raw, dict.fromkeys(every, "w4a16-g32-asym"), asked, "reference")
+    model, source = load(raw, dict.fromkeys(every, stored), asked, "reference")
     assert bool(source.decoded) is not kept
-    down = model.weights.layers[1].down
-    assert (down.group, "zeros" in down.parts) == ((32, True) if kept else (64, False))
-    assert down.activations == ("int8" if asked == "w4a8" else None)
+    down, scheme_ = model.weights.layers[1].down, QuantScheme.parse(stored if kept else asked)
+    wanted = scheme_.encode(source.tensors["model.layers.1.mlp.down_proj.weight"])
+    assert (down.format, down.group, down.parts.keys()) == (wanted.format, wanted.group, wanted.parts.keys())
+    assert down.activations == activations
+
+
+ONE_LAYER = {
+    **VARIANTS["llama3"].raw,
+    "hidden_size": 64,
+    "intermediate_size": 320,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+}
+# Schemes whose rows share something: blocks, an offset, a choice. Each matrix is encoded whole and by itself.
+SHARED = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8"]
+
+
+def values(chosen, w):
+    """The decoded values of a stack of matrices, float32."""
+    parts = [chosen.unpack(p) for p in (w if isinstance(w, tuple) else (w,))]
+    return torch.cat([scheme.get(p.format).decode(p) for p in parts])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("backend", backends())
+def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch):
+    """A matrix equals the one in a checkpoint, whatever it is stacked with and however other matrices are chunked."""
+    monkeypatch.setattr(weights, "CHUNK", 64 * 64)
+    config, asked, chosen = parse_config(ONE_LAYER), QuantScheme.parse(name), ops.resolve(backend)
+    source = Stored(random_tensors(config), {})
+    layer = read_weights(config, source, asked, chosen).layers[0]
+    for stack, modules in ((layer.qkv, "qkv"), (layer.gate_up, ("gate", "up")), (layer.down, ("down",))):
+        block = "self_attn" if modules == "qkv" else "mlp"
+        wanted = [asked.encode(source.tensors[f"{AT}.{block}.{m}_proj.weight"]) for m in modules]
+        assert values(chosen, stack).equal(torch.cat([scheme.get(q.format).decode(q) for q in wanted]))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("backend", backends())
+def test_a_choice_is_made_for_each_matrix(backend):
+    """One matrix of a stack has a wide range and takes e5m2, the others e4m3; their products are joined."""
+    config, chosen = parse_config(ONE_LAYER), ops.resolve(backend)
+    tensors = random_tensors(config)
+    wide = tensors[f"{AT}.mlp.up_proj.weight"]
+    wide *= 1e-7
+    wide[:, 3] = 1.0
+    source = Stored(tensors, {})
+    model = Llama(config, read_weights(config, source, QuantScheme.parse("fp8-auto"), chosen), chosen)
+    layer = model.weights.layers[0]
+    assert isinstance(layer.gate_up, tuple) and [w.format for w in layer.gate_up] == ["fp8_e4m3", "fp8_e5m2"]
+    assert isinstance(layer.qkv, QuantTensor) and layer.qkv.format == "fp8_e4m3"
+    assert all_logits(model, prompt(5)).isfinite().all()
 
 
 CONFIG = parse_config(VARIANTS["qwen2"].raw)

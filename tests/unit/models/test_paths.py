@@ -1,6 +1,5 @@
 """A token's logits have the same bits however it reaches the model: prompt, chunk, decode, chain, tree or batch."""
 
-import random
 from itertools import cycle, product
 
 import pytest
@@ -55,17 +54,17 @@ def path_to(node, parents):
     return ([] if parents[node] < 0 else path_to(parents[node], parents)) + [node]
 
 
-def check_draft(model, token_ids, draft_tokens, parents, kv_format="fp32", block_size=16):
+def check_draft(model, token_ids, draft_tokens, parents):
     """Checks that each node's logits are those of its path as a plain sequence; returns the logits of the pass."""
-    runner, seq = make_runner(model, block_size, 64, kv_format), make_sequence(token_ids)
+    runner, seq = make_runner(model), make_sequence(token_ids)
     feed(runner, seq, len(token_ids) - 3)
     assert runner.blocks.reserve(seq, len(token_ids) + len(draft_tokens))
     out = runner.forward([seq], Draft.trees([(draft_tokens, parents)]), [3])
     assert out.logits.shape == (1 + len(draft_tokens), model.config.vocab_size)
-    assert out.logits[0].equal(all_logits(model, token_ids, kv_format)[-1])
+    assert out.logits[0].equal(all_logits(model, token_ids)[-1])
     for leaf in set(range(len(draft_tokens))) - set(parents):
         path = path_to(leaf, parents)
-        alone = all_logits(model, token_ids + [draft_tokens[i] for i in path], kv_format)[-len(path) :]
+        alone = all_logits(model, token_ids + [draft_tokens[i] for i in path])[-len(path) :]
         for node, wanted in zip(path, alone, strict=True):
             assert out.logits[1 + node].equal(wanted), f"node {node} of the path {path}"
     return out.logits
@@ -82,39 +81,6 @@ def test_a_tree_equals_each_path_alone(name, backend):
     parents = [-1, -1, 0, 0, 2, 1, 3, 6, 5]
     rows = check_draft(tiny_model(backend, name), token_ids, prompt(9, seed=7), parents)
     assert not rows[3].equal(rows[4])  # siblings have different logits
-
-
-@every_backend
-@pytest.mark.parametrize(("name", "kv_format"), [("mistral", "fp32"), ("llama3.2", "bf16"), ("llama3.2", "int8")])
-def test_a_tree_of_64_nodes(name, kv_format, backend):
-    """The last node uses the sign bit of the int64 mask."""
-    model = tiny_model(backend, name)
-    rng = random.Random(3)
-    parents = [rng.randrange(-1, i) if i < 60 else i - 1 for i in range(64)]
-    tokens = [rng.randrange(3, VOCAB) for _ in parents]
-    check_draft(model, prompt(21), tokens, parents, kv_format, block_size=5)
-
-
-@every_backend
-def test_a_batch_of_sequences_at_different_stages(backend):
-    """Prefill, a chunk, decode and trees share a pass; each row equals that of its sequence alone."""
-    model = tiny_model(backend, "llama3.1")
-    runner = make_runner(model, block_size=4, num_blocks=128)
-    lengths, cached, pending = [90, 13, 1, 30], [89, 0, 0, 4], [1, 13, 1, 9]  # the last: a chunk without logits
-    seqs = [make_sequence(prompt(n, seed=n), i) for i, n in enumerate(lengths)]
-    for seq, count in zip(seqs, cached, strict=True):
-        if count:
-            feed(runner, seq, count)
-    trees = [([5, 6, 7], [-1, -1, 0]), ([], []), ([8, 9], [-1, 0]), ([], [])]
-    for seq, count, (nodes, _) in zip(seqs, pending, trees, strict=True):
-        assert runner.blocks.reserve(seq, seq.num_cached + count + len(nodes))
-    out = runner.forward(seqs, Draft.trees(trees), pending)
-    expected = [all_logits(model, seqs[0].token_ids)[-1]]
-    expected += [all_logits(model, seqs[0].token_ids + path)[-1] for path in ([5], [6], [5, 7])]
-    expected += [all_logits(model, seqs[1].token_ids)[-1], all_logits(model, seqs[2].token_ids)[-1]]
-    expected += [all_logits(model, seqs[2].token_ids + path)[-1] for path in ([8], [8, 9])]
-    assert out.wants_logits == [True, True, True, False]
-    assert out.logits.equal(torch.stack(expected))
 
 
 @every_backend

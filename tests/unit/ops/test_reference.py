@@ -12,7 +12,7 @@ from fixtures_ops import Part, make_pass, randn
 from hypothesis import example, given, strategies as st
 
 from sameseed import ops, scheme
-from sameseed.errors import ConfigError, say_once
+from sameseed.errors import ConfigError
 from sameseed.ops import Ops, plain_rows, reference
 from sameseed.scheme import QuantScheme, QuantTensor, quantize_rows
 
@@ -47,7 +47,6 @@ def backend(**members):
 
 
 def test_what_a_backend_lacks_falls_through_said_once(caplog):
-    say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="sameseed.ops"):
         table = Ops(backend())
         p = make_pass([Part(2, 1)])
@@ -85,7 +84,6 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     module = pytest.importorskip("sameseed.ops.cpu")
     monkeypatch.setattr(module, "unavailable", lambda: "the native module is not built; run `make build`")
     ops.resolve.cache_clear()
-    say_once.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"'cpu' cannot run here: .*make build"):
             ops.resolve("cpu")
