@@ -144,7 +144,7 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
                 f"{asked.model} has a context of {most} tokens: lower --context and --prompt-tokens to it"
             )
         drafts = [_plan(d, c, asked, target, limits, profile) for d, c in zip(asked.drafts, asked.chances, strict=True)]
-        needs = memory(target, drafts, available, context, asked.sizes)
+        needs = memory(target, drafts, available, context, asked.sizes, asked.available is None)
         if needs.max_batch < 1:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue

@@ -25,13 +25,15 @@ PROGRAM, TOKEN = 252 << 20, 900
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes. `start`: of the process once it is loaded. `peak`: with the cache full, in a pass.
+    """Memory in bytes. `start`: of the process once it is loaded. `peak`: with the cache full, in a pass. `program`: of
+    interpreter and tokenizer, where these must fit in `available`, too.
 
     `max_context`: the longest text of each sequence, by number of sequences; `max_batch`: most sequences of the asked
     context.
     """
 
     available: int
+    program: int
     weights: int
     draft_weights: int
     cache_per_token: int
@@ -47,27 +49,35 @@ def passing(config: ModelConfig) -> int:
     return pass_bytes(config, MAX_NUM_ROWS, MAX_NODES + 1)
 
 
-def memory(target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int]) -> Memory:
-    """Memory of the target with the largest of the drafts; windows save none, because the cache keeps all tokens."""
+def memory(
+    target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int], is_free: bool = True
+) -> Memory:
+    """Memory of the target with the largest of the drafts; windows save none, because the cache keeps all tokens.
+
+    `is_free`: `available` is what is free beside this process, and not all that a machine has.
+    """
+    process = PROGRAM + TOKEN * target.config.vocab_size
+    program = 0 if is_free else process
     draft_weights = max((d.weights for d in drafts), default=0)
     row = target.row + max((d.row for d in drafts), default=0)
     weights, scratch = target.weights + draft_weights, passing(target.config)
-    room, state = available - weights - scratch, state_bytes(target.config.state_shapes)
+    room, state = available - program - weights - scratch, state_bytes(target.config.state_shapes)
     limit = target.config.max_model_len
     longest = {b: max(0, min(limit, (room // b - state) // row // BLOCK_SIZE * BLOCK_SIZE)) for b in batches}
     cache = batches[-1] * (context * row + state)
-    start = PROGRAM + TOKEN * target.config.vocab_size + weights
+    start = process + weights
     passed = pass_bytes(target.config, min(MAX_NUM_ROWS, context), MAX_NODES + 1 if drafts else 1)
     passed += max((d.passing for d in drafts), default=0)
     middle, high = start + cache + passed // 2, start + max(LOADING_BYTES, cache + scratch)  # half exists at one time
     figure = TunedFigure(float(middle), float(start + cache), float(high), "paper")
     most = max(0, room // (row * -(-context // BLOCK_SIZE) * BLOCK_SIZE + state))
-    return Memory(available, target.weights, draft_weights, row, cache, start, figure, longest, most)
+    return Memory(available, program, target.weights, draft_weights, row, cache, start, figure, longest, most)
 
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
     """The error where not one sequence of the asked context fits; its text says what would fit."""
-    takes = found.weights + found.draft_weights + passing(target.config) + state_bytes(target.config.state_shapes)
+    takes = found.program + found.weights + found.draft_weights + passing(target.config)
+    takes += state_bytes(target.config.state_shapes)
     said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
     said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
     longest = max(found.max_context.values())

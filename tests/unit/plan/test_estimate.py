@@ -206,6 +206,10 @@ def test_memory_that_is_too_small_names_what_would_fit():
         estimate(Question("llama-3.1-70b", available=2 << 30), LIMITS)
     fits = estimate(Question("llama-3.2-1b", available=2 << 30), LIMITS)
     assert [e.format for e in fits] == ["w8a8", "w4a8"]
+    asked = Question("llama-3.1-8b", ("w4a8",), batches=(1,), available=6 * 10**9)
+    longest = estimate(asked, LIMITS)[0].memory.max_context[1]
+    full = estimate(replace(asked, context=longest), LIMITS)[0].memory
+    assert full.peak.low <= asked.available and full.max_context[1] == longest
 
 
 @pytest.mark.parametrize(
