@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -146,6 +147,7 @@ def parse(
     read: Any = tyro.cli(
         whole, args=_gathered(argv, command), prog=prog, description=text, config=(tyro.conf.OmitArgPrefixes,)
     )
+    read = dataclasses.replace(read, command=at_home(read.command))
     check_ranges(read.command, flag)
     for f in fields(command):  # type: ignore[arg-type]  # a dataclass
         if f.default and getattr(read.command, f.name) == ():
@@ -153,6 +155,13 @@ def parse(
     flags = dataclasses.asdict(read.engine) if engine else {"model": "embedded"}
     params = _params(dataclasses.asdict(read.sampling)) if sampling else SamplingParams()
     return Parsed(read.command, _engine(flags, given.get("draft_options"), getattr(read.command, "engine", "")), params)
+
+
+def at_home(args: T) -> T:
+    """The same arguments, with the home folder for `~` in paths: no shell puts it there after `--out=`."""
+    given = {f.name: getattr(args, f.name) for f in fields(args)}  # type: ignore[arg-type]  # a dataclass
+    paths = {name: Path(os.path.expanduser(path)) for name, path in given.items() if isinstance(path, Path)}
+    return dataclasses.replace(args, **paths)  # type: ignore[type-var]
 
 
 def _gathered(argv: Seq[str], command: type) -> Seq[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def main() -> int:
 def run(argv: Seq[str], prog: str) -> int:
     """Check the arguments, query the server, show, write; the exit code gives the verdict."""
     args = tyro.cli(VerifyServerArgs, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    paths: dict[str, Any] = {name: path.expanduser() for name, path in vars(args).items() if isinstance(path, Path)}
+    args = replace(args, **paths)  # no shell does so after `--out=`
     try:
         earlier = None if args.again is None else last_report(args.again)
         for path, flag in ((args.out, "--out"), (args.html, "--html")):

@@ -58,13 +58,14 @@ def test_what_is_wrong_is_said(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for flags, says in (
         (["http://127.0.0.1:9"], "is it running"),
         (["nonsense"], "give a server's address"),
         ([server.url + "/v7"], "name the model with --name"),
         ([server.url, "--requests", "9"], "--requests must be at least 117"),
         ([server.url, "--again", str(tmp_path / "none.jsonl")], "cannot read the earlier report"),
-        ([server.url, "--again", str(tmp_path / "empty.jsonl")], "holds no report"),
+        ([server.url, "--again=~/empty.jsonl"], "holds no report"),
         ([server.url, "--only", "again"], "needs --again FILE"),
     ):
         assert main(["verify-server", *flags]) == 2

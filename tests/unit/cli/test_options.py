@@ -67,6 +67,13 @@ def test_values_arrive():
     assert s["draft"] is None
 
 
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = options.parse(flags.TuneArgs, ["m", "--out=~/a.toml", "--plot", "~/b.png", "--prompts=c~d.txt"], "test").args
+    assert [str(p) for p in (args.out, args.plot, args.prompts)] == ["/home/me/a.toml", "/home/me/b.png", "c~d.txt"]
+    assert args.check is None
+
+
 def test_the_embedded_model_brings_its_draft():
     assert options.draft_choice("auto", "embedded") == SpecConfig("draft_model", "embedded-draft")
     assert options.draft_choice("auto", "org/name") == SpecConfig("suffix")  # which needs no model
