@@ -109,7 +109,7 @@ def labelled(repository: str, label: str = "") -> Path:
     """
     every = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
     models = [f for f in every if not Path(f).name.startswith("mtp-")]
-    part = re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
+    part = _part(label)
     match = [f for f in models if part.search(f[:-5])] if label else models
     match = [f for f in match if not PART.search(f[:-5])] or match
     if len(match) == 1 and not PART.search(match[0][:-5]):
@@ -126,6 +126,25 @@ def labelled(repository: str, label: str = "") -> Path:
     found = f"has {len(match)} GGUF files" if match else "has no GGUF file"
     wanted = f" with {label!r} in the name" if label else ""
     raise ModelLoadError(f"{repository} {found}{wanted}; name one of its files: {shown}")
+
+
+def _part(label: str) -> re.Pattern[str]:
+    """Finds a label in a file's name."""
+    return re.compile(rf"(?:^|[-_./]){re.escape(label)}(?=$|[-./])", re.IGNORECASE)
+
+
+def cached(name: str) -> Path | None:
+    """The GGUF file `org/name/file.gguf` or `org/name:Q4_K_M` in the hub's cache; None if it is not there."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, label = name.partition(":")
+    repository, label = (repository, label) if label else (str(Path(name).parent), Path(name).stem)
+    try:
+        files = sorted(Path(snapshot_download(repository, local_files_only=True)).rglob("*"))
+    except Exception:  # the hub's own errors: nothing of it is there
+        return None
+    models = (f for f in files if f.suffix.lower() == ".gguf" and not f.name.startswith(("mmproj", "mtp-")))
+    return next((f for f in models if _part(label).search(f.stem)), None)
 
 
 def _files(repository: str) -> list[str]:

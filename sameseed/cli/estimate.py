@@ -9,17 +9,20 @@ from collections.abc import Iterator, Sequence as Seq
 from rich.console import Console
 from rich.table import Table
 
-from sameseed import ops
+from sameseed import hub, ops
 from sameseed.cli.console import show_table
 from sameseed.cli.flags import EstimateArgs
-from sameseed.cli.options import Parsed, numbers
+from sameseed.cli.options import Parsed, draft_choice, numbers
+from sameseed.config import SpecConfig, draft_text
 from sameseed.devices import cpu_name, native_threads
 from sameseed.errors import ConfigError
 from sameseed.measure.costs import Profile
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.profile_report import threads_text
 from sameseed.measure.shapes import get_shape
+from sameseed.models.config import EMBEDDED
 from sameseed.plan.estimate import Estimate, Question, estimate, given_limits, read_bytes
+from sameseed.plan.paper import find
 from sameseed.report import table as layout
 from sameseed.tuned import TunedFigure
 
@@ -50,7 +53,7 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     asked = Question(
         args.model or (args.shape or "").lower(),
         args.format,
-        drafts=args.draft,
+        drafts=tuple(_auto(args) if text == "auto" else text for text in args.draft),
         batches=numbers("batch", args.batch),
         available=None if args.memory is None else read_bytes(args.memory),
         **{name: getattr(args, name) for name in names},
@@ -63,6 +66,13 @@ def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
     costs = Profile.read(args.cost)
     cpu = costs.machine.get("cpu", "?")
     return estimate(asked, costs), f"{cpu}, {threads_text(costs.threads)}, as profiled {costs.date[:10]}"
+
+
+def _auto(args: EstimateArgs) -> str:
+    """The draft that --draft auto takes; weights that are not here are not fetched to look into them."""
+    model = args.model or ""
+    here = model if model in ("", *EMBEDDED, *hub.PACKAGED) else str(find(model))
+    return draft_text(draft_choice("auto", here) or SpecConfig(), models=True)
 
 
 def _limits(args: EstimateArgs) -> tuple[Limits, str]:

@@ -229,10 +229,14 @@ def _sheets(asked: Question, profile: Profile | None) -> list[Sheet]:
 
 def _owning(spec: SpecConfig) -> list[SpecConfig]:
     """Draft levels that own a model or a head, or store the target a second time. Raises ConfigError."""
-    owns = "" if spec.method == "none" else registry.load("drafters", spec.method).DRAFTER.owns
-    if owns and owns != "target" and spec.model is None:
+    if spec.method == "none":
+        return []
+    cls = registry.load("drafters", spec.method).DRAFTER
+    if cls.inside:
+        raise ConfigError(f"--draft {spec.method} cannot be estimated, as it lies in the weights; bench measures it")
+    if cls.owns and cls.owns != "target" and spec.model is None:
         raise ConfigError(f"--draft {spec.method} needs a model: write {spec.method}:MODEL")
-    return [*(level for b in spec.below for level in _owning(b)), *([spec] if owns else [])]
+    return [*(level for b in spec.below for level in _owning(b)), *([spec] if cls.owns else [])]
 
 
 def _plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from sameseed.models.weights import (
 )
 from sameseed.scheme import QuantScheme
 
+HUB_FILE = re.compile(r"[^./~][^/:]*/[^/:]+(:[^/:]+|/[^/]+\.gguf)$", re.IGNORECASE)  # a GGUF file's name on the hub
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Shares of the limits that passes reach: READ and COMPUTE fit RECORDS (commits of benchmarks/results/profile.jsonl)
 # best. Attention works on short rows: 0.05 to 0.14 fit, depending on which curve is left out.
@@ -167,6 +169,15 @@ def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
 def find(model: str) -> Path:
     """Path of a model's config: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
     path = Path(os.path.expanduser(model))
+    if model in hub.PACKAGED:
+        return resolve_model(model)
+    if HUB_FILE.match(model) and not path.exists():
+        if (file := hub.cached(model)) is None:
+            raise ModelLoadError(
+                f"{model} is not in the hub's cache, and no weights are downloaded for an estimate; give 'org/name' of "
+                "the model with a config.json, and the --format, or take a shape of the same size (--shape)"
+            )
+        return file
     if model in EMBEDDED or path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
         if model not in EMBEDDED and not path.exists():
             raise ModelLoadError(

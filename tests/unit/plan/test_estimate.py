@@ -127,6 +127,10 @@ def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
     shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert sheet("org/name", "w8a8").weights == sheet("embedded", "w8a8").weights
+    for name in ("mmproj-a-Q4_0.gguf", "a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, local_files_only: str(tmp_path))
+    assert [paper.find(f"org/name{n}").name for n in (":q4_0", "/a-Q8_0.gguf")] == ["a-Q4_0.gguf", "a-Q8_0.gguf"]
 
     def fails(*_):
         raise OSError("no network")
@@ -215,6 +219,8 @@ def test_memory_that_is_too_small_names_what_would_fit():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        *(({"model": f"org/n{of}"}, ModelLoadError, "no weights are down.*--shape") for of in (":Q4_0", "/a.gguf")),
+        ({"drafts": ("mtp",)}, ConfigError, "bench measures"),
         ({"model": "llama-9"}, ModelLoadError, "a shape"), ({"model": "embedded-head"}, ConfigError, "--draft"),
         ({"formats": ("w4a9",)}, RegistryError, "did you mean"), ({"kv_format": "nf4"}, SameseedError, "cache"),
         ({"context": 99_999}, ConfigError, "lower --context"), ({"batches": (0,)}, ConfigError, "batch sizes"),
@@ -308,8 +314,9 @@ def test_sizes_of_memory():
 
 def test_the_command(tmp_path, capsys):
     machine = ["--machine-read", "100", "--machine-ops", "2", "--memory", "1GiB"]
-    assert cli.main(["estimate", "embedded", "--draft", "suffix + embedded-draft", *machine]) == 0
+    assert cli.main(["estimate", "embedded", "--draft", "suffix + embedded-draft", "--draft", "auto", *machine]) == 0
     text = capsys.readouterr().out
+    assert "embedded-draft: best length" in text
     assert all(word in text for word in ("paper", "longest text", "assumed", "first token", "best length"))
     assert cli.main(["estimate", "--shape", "Qwen3-0.6B", *machine, "--memory", "2GB", "--context", "4000"]) == 0
     assert "at most" in capsys.readouterr().out
