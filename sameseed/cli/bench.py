@@ -20,7 +20,7 @@ from sameseed.errors import ConfigError, SameseedError, VocabularyError
 from sameseed.measure import bench_report as report
 from sameseed.measure.bench import Bench, BenchStopped, fitted, fitting
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.workload import DEFAULT_PROMPTS, arms, prompts_name, read_prompts
+from sameseed.measure.workload import DEFAULT_PROMPTS, arms, check_batches, prompts_name, read_prompts
 from sameseed.models.loader import read_config, resolve_model
 from sameseed.report import record
 from sameseed.request import SamplingParams
@@ -39,6 +39,7 @@ def run(parsed: Parsed[BenchArgs]) -> int:
     prompts = read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)
     grid = _possible(args, engine)
     prompts = fitting(resolve_model(engine.model), engine.settings, prompts, _left_out)
+    check_batches(args.batch_sizes, len(prompts))
     run_id, found, failed = record.now(), list[dict[str, Any]](), False
     for number_format, specs in grid.items():
         ahead = 0 if found else len(grid)  # the total time is estimated once

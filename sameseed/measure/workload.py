@@ -69,6 +69,12 @@ def _prompt(line: Line) -> Prompt:
     return Prompt(name, domain, None, tuple(line.value))
 
 
+def check_batches(sizes: Seq[int], num_prompts: int) -> None:
+    """Raise ConfigError if the prompts do not fill the largest of these batches: it would be measured smaller."""
+    if max(sizes) > num_prompts:
+        raise ConfigError(f"batch {max(sizes)} of {num_prompts} prompts: give {max(sizes)} prompts or more")
+
+
 @dataclass(frozen=True)
 class Workload:
     """Encoded prompts, their sampling parameters, how many run together (`batch_size`), and their name for records.

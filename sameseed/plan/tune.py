@@ -198,7 +198,7 @@ def affordable(
             found.append(c)
             taken += needed
     if taken > left and len(found) < 3:
-        fitting = max(2, int(left / taken * first_rung(len(asked.prompts), asked.batches)))
+        fitting = max(2, *asked.batches, int(left / taken * first_rung(len(asked.prompts), asked.batches)))
         if fitting < len(asked.prompts):
             lost.append(no_time(f"{len(asked.prompts) - fitting} of {len(asked.prompts)} prompts", asked))
             asked = replace(asked, prompts=asked.prompts[:fitting])

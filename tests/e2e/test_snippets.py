@@ -31,7 +31,7 @@ TOY = {  # commands that end by themselves, with flags that make them small
     "generate": ["--max-tokens", "4"],
     "estimate": ["--machine-read", "40", "--machine-ops", "1", "--memory", "64GB"],
     "chat": ["--max-tokens", "4"],
-    "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeat", "1"],
+    "bench": ["--num-prompts", "8", "--max-tokens", "4", "--repeat", "1"],
     "eval": ["--tokens", "64"],
     "profile": ["--rows", "1,2", "--prefill-tokens", "0", "--batch-sizes", "", "--repeats", "3", "--seconds", "0.1"],
     "quantize": ["--samples", "4", "--length", "64", "--overwrite"],

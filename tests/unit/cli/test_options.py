@@ -140,6 +140,7 @@ def test_a_list_may_be_given_in_parts():
         ('bench serve --extra-body {"a":1,}', ["top_k", "line 1"]),
         ('generate a --draft-options {"a":1,}', ["max_ngram", "line 1"]),
         ("bench --drafts none --temperatures 0 -1", ["temperature"]),
+        ("bench --num-prompts 3 --batch-sizes 1 4", ["batch 4 of 3 prompts", "give 4"]),
         ("generate a --draft ngram --draft-vocabulary 100", ["--draft-vocabulary 100", "'ngram'", "LM head"]),
         ("generate a --draft none --draft-vocabulary auto", ["LM head", "--draft MODEL"]),
         ("generate a --draft embedded-draft --draft-vocabulary 0", ["give 1 to 4096"]),

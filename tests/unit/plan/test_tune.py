@@ -48,6 +48,7 @@ def test_bad_requests():
         *(({name: (0,)}, "1 or more") for name in ("batches", "threads")),
         *(({"seconds": seconds}, "give 30") for seconds in (1.0, math.nan, math.inf)),
         ({"quality": 0.9}, "e.g. 1.02"),
+        ({"batches": (1, 64)}, "batch 64 of 8 prompts: give 64"),
     ):
         with pytest.raises(ConfigError, match=says):
             asked(**given)
@@ -203,8 +204,8 @@ def test_a_small_budget_takes_fewer_settings_and_prompts():
     assert [c.label for c in few] == ["plain", "ngram k=3"], "the most promising"
     lost = []
     few, small = tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0, lost)
-    assert len(few) == 2 and len(small.prompts) == 2, "fewer prompts, and nothing measured is lost"
-    assert {x.why for x in lost} == {"time"} and "6 of 8 prompts" in lost[0].settings["setting"]
+    assert len(few) == 2 and len(small.prompts) == 4, "fewer prompts, which fill the largest batch"
+    assert {x.why for x in lost} == {"time"} and "4 of 8 prompts" in lost[0].settings["setting"]
 
 
 def test_formats_beyond_the_bound_are_dropped_and_named():
