@@ -34,7 +34,7 @@ OWN = ("dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter 
 WITHIN = ("mtp", "dspark")  # methods whose weights the target's checkpoint may hold
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
 _DRAFTERS = {name: name for name in ("ngram", "suffix", "draft_model", "eagle", "mtp")}
-_DRAFTERS |= {"parallel": "draft_model", "block": "dflash"}
+_DRAFTERS |= {"parallel": "draft_model", "block": "dflash", "assistant": "mtp"}
 # Method by part of an architecture's name, or of a hub id; the first that is found counts.
 _MARKS = {
     "eagle3": "eagle3",
@@ -114,7 +114,7 @@ def speculative_config(settings: Mapping[str, Any], spread: Spread) -> dict[str,
     if model is not None:
         made["model"] = model_path(model)
         method = method or _method_of(made["model"])
-    elif method in ("draft_model", "parallel", "eagle", "block", "dflash"):
+    elif method in ("draft_model", "parallel", "eagle", "block", "dflash", "assistant"):
         raise ConfigError(f"--draft {method}: vLLM needs the draft's checkpoint; give its folder or hub id")
     assert method is not None
     made = {"method": method, **made}
@@ -141,6 +141,8 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
         )
     if spec.model is None or spec.method in WITHIN:
         return spec.method, spec.model
+    if spec.method == "assistant":
+        return "mtp", spec.model
     if spec.method == "eagle" and not Path(model_path(spec.model)).is_dir():  # on the hub: only its name is known
         return ("eagle3" if "eagle3" in spec.model.lower().replace("-", "") else "eagle"), spec.model
     return None, spec.model

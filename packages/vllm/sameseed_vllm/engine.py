@@ -37,8 +37,8 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
             )
 
     config.keys.restrict(check)
-    detail, more = args.per_request_spec_decode_metrics, args.vllm_args
-    arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more)
+    detail, more, parser = args.per_request_spec_decode_metrics, args.vllm_args, config.reasoning_parser
+    arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more, parser)
     installed = look(args.vllm_python)
     vllm.check(installed, arguments, spec, spread, args.batch_invariant)
     facts = {

@@ -24,6 +24,7 @@ from sameseed_vllm import flags as vllm
 from sameseed_vllm.environments import environment
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
+UNTESTED = "vLLM tests its table by batch size with EAGLE and DFlash heads, not with draft models: measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 GGUF_TYPES |= {"q2_k": "Q2_K", "q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
 GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
@@ -154,12 +155,13 @@ def _vllm(tuned: Tuned) -> Exported:
         except ConfigError as error:
             notes.append(f"--{name.replace('_', '-')} {value}: {error}")
     words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), (tuned.model.id,))
-    if chosen.by_batch and "--speculative-config" in words and _kind(spec) in ("head", "model"):
+    if chosen.by_batch and "--speculative-config" in words and _kind(spec) in ("head", "block", "model"):
         at, table = words.index("--speculative-config") + 1, [list(row) for row in chosen.ranges()]
         table[-1][1] = max(table[-1][0], chosen.max_num_seqs or TABLE_END)
         config = {**json.loads(words[at]), "num_speculative_tokens_per_batch_size": table}
         words[at] = json.dumps(config, separators=(",", ":"))
         notes += [STALLS] if any(k == 0 for *_, k in table) else []
+        notes += [UNTESTED] if _kind(spec) == "model" else []
         lost = dataclasses.replace(lost, by_batch=())
     _note_losses(lost, spec, notes)
     return Exported(("vllm", "serve", *words), environment(settings), {}, tuple(notes))

@@ -36,6 +36,13 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 KV_FORMATS |= {"int8": "int8_per_token_head", "int4": "int4_per_token_head"}
 KV_FORMATS |= {name: name for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")}
+# Settings that vLLM has nothing like, and what to do instead. Device "cuda" passes: vLLM's build decides that.
+LACKED = {
+    "backend": "chooses sameseed's kernels; vLLM has its own: leave it at auto",
+    "device": "chooses sameseed's device; leave it out, and set CUDA_VISIBLE_DEVICES to choose among GPUs",
+    "max_pass_ms": "bounds sameseed's passes; leave it out, and give --max-num-rows for vLLM's",
+    "template_date": "is for sameseed's chat templates; leave it out, since vLLM's see the day of the request",
+}
 # vLLM's flags that sameseed itself sets: access, address, model and draft.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
@@ -56,7 +63,15 @@ class Installed:
     modules: frozenset[str] = frozenset()
 
     @property
+    def tagged(self) -> bool:
+        """Whether the version says how old it is: builds from sources without tags are all 0.1.dev."""
+        return not self.version.startswith("0.1.dev")
+
+    @property
     def number(self) -> Version:
+        """The first two numbers, (0, 0) if there are none. A build without tags is taken for a new one."""
+        if not self.tagged:
+            return max(OLDEST, *SINCE.values())
         major, minor, *_ = *self.version.split("."), "0", "0"
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
@@ -68,11 +83,13 @@ def arguments(
     served_names: Seq[str],
     detail: str = "summary",
     more: str = "",
+    reasoning_parser: str | None = None,
 ) -> list[str]:
     """vLLM's arguments, the model first, for settings as `make_config` takes them.
 
     `served_names`: the model's names for clients; answers show the first. `detail`: metrics of each request's
     speculation, "summary" or "detailed". `more`: vLLM's own flags, as on a command line.
+    `reasoning_parser`: a parser of thoughts, by vLLM's name; None or "none": thoughts stay in the text.
     Raises ConfigError for what vLLM cannot do, ModelLoadError for a model that does not exist.
     """
     folder = model_path(model)
@@ -82,6 +99,8 @@ def arguments(
     if spec is not None:
         made += ["--speculative-config", json.dumps(spec, separators=(",", ":"))]
         made += ["--per-request-spec-decode-metrics", detail]
+    if reasoning_parser not in (None, "none"):
+        made += ["--reasoning-parser", str(reasoning_parser)]
     return made + _own_flags(more)
 
 
@@ -143,6 +162,8 @@ def _check_flags(installed: Installed, words: Seq[str]) -> None:
 def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant: bool = False) -> list[str]:
     """Warnings to the operator about these settings."""
     made, method = [], (spec or {}).get("method")
+    if not installed.tagged:
+        made.append(f"vLLM {installed.version} does not say its age; {_text(OLDEST)} is the oldest that works")
     if method == "suffix" or (method == "ngram" and installed.number < SINCE[NGRAM_AHEAD]):
         made.append(
             f"vLLM {installed.version} does not schedule ahead with --draft {method}: each step waits for the last"
@@ -187,7 +208,8 @@ def stored_scheme(config: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     if found.get("quant_method") in ("gptq", "awq"):
-        return f"w{found.get('bits', 4)}a16-g{found.get('group_size', 128)}"
+        group = found.get("group_size", 128)  # -1: one scale per output
+        return f"w{found.get('bits', 4)}a16" + (f"-g{group}" if group > 0 else "")
     groups = list((found.get("config_groups") or {}).values())
     if len(groups) != 1:
         return str(found.get("quant_method"))
@@ -225,11 +247,13 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
 def _limits(settings: Mapping[str, Any]) -> list[str]:
     """Flags for limits. A limit at sameseed's default is left to vLLM's default, except max_num_seqs.
 
-    Raises ConfigError for a backend.
+    Raises ConfigError for settings that vLLM lacks.
     """
-    if settings.get("backend", "auto") != "auto":
-        raise ConfigError("--backend chooses sameseed's kernels; vLLM has its own: leave it at auto")
     own, cache = EngineConfig(), CacheConfig()
+    for name, remedy in LACKED.items():
+        default = getattr(own, name)
+        if settings.get(name, default) not in (default, "cuda"):
+            raise ConfigError(f"--{name.replace('_', '-')} {remedy}")
     made = ["--max-num-seqs", str(settings.get("max_num_seqs", own.max_num_seqs))]
     for name, default, flag in (
         ("max_model_len", own.max_model_len, "--max-model-len"),

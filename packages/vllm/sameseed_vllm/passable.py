@@ -15,6 +15,7 @@ _ALIKE += ("previous_response_id", "background")
 REFUSED = {name: REQUEST[name].why for name in _ALIKE} | {
     "vllm_xargs": "vLLM's inner arguments are not for clients",
     "kv_transfer_params": "vLLM's inner arguments are not for clients",
+    "ec_transfer_params": "vLLM's inner arguments are not for clients",
     "mm_processor_kwargs": "text only",
     "media_io_kwargs": "text only",
     "speculation": "vLLM drafts for all requests alike; leave 'speculation' out",

@@ -13,7 +13,7 @@ from sameseed.errors import ConfigError
 from sameseed.plan.profile_file import write
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 from sameseed_vllm import flags as vllm
-from sameseed_vllm.export import STALLS, export
+from sameseed_vllm.export import STALLS, UNTESTED, export
 
 CHOSEN = Chosen(draft="embedded-head", num_draft_tokens=5, max_num_seqs=16, threads=3)
 TABLE = ((1, 5), (3, 2), (9, 0))
@@ -28,14 +28,19 @@ def with_(**changes: object) -> Tuned:
     return tuned(dataclasses.replace(CHOSEN, **changes))  # type: ignore[arg-type]
 
 
-def test_vllm_gets_the_table_by_batch() -> None:
-    made = export(with_(by_batch=TABLE, policy="goodput"), "vllm")
+@pytest.mark.parametrize(
+    ("draft", "method", "tested"),
+    [("embedded-head", "eagle3", True), ("block:org/DFlash", "dflash", True), ("org/small", "draft_model", False)],
+)
+def test_vllm_gets_the_table_by_batch(draft: str, method: str, tested: bool) -> None:
+    made = export(with_(draft=draft, by_batch=TABLE, policy="goodput"), "vllm")
     words = made.command
     config = json.loads(words[words.index("--speculative-config") + 1])
-    assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 5)
+    assert (config["method"], config["num_speculative_tokens"]) == (method, 5)
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 5], [3, 8, 2], [9, 16, 0]]
     assert words[words.index("--max-num-seqs") + 1] == "16" and made.environment["OMP_NUM_THREADS"] == "3"
-    assert STALLS in made.notes and any("goodput" in note for note in made.notes)
+    assert STALLS in made.notes and (UNTESTED in made.notes) != tested
+    assert any("goodput" in note for note in made.notes)
 
 
 def test_plain_decoding_stays_plain() -> None:

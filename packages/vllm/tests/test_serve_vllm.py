@@ -28,7 +28,7 @@ from sameseed.cli import main
 
 @pytest.fixture
 def fronted(tmp_path: Path) -> Iterator[Fronted]:
-    made = Fronted(tmp_path, "--drain-timeout", "4")
+    made = Fronted(tmp_path, "--drain-timeout", "4", "--reasoning-parser", "qwen3")
     try:
         yield made
     finally:
@@ -58,6 +58,7 @@ def test_bodies_streams_errors_and_pages_pass(fronted: Fronted) -> None:
     first, *bodies = fronted.seen
     assert first["key"] is None and first["group"]  # vLLM must not learn our keys
     assert "ngram" in first["arguments"][first["arguments"].index("--speculative-config") + 1]
+    assert first["arguments"][first["arguments"].index("--reasoning-parser") + 1] == "qwen3"
     assert not any("secret" in a or KEY in a for a in first["arguments"])
     assert {b["authorization"] for b in bodies} != {f"Bearer {KEY}"} and len({b["authorization"] for b in bodies}) == 1
     body = bodies[0]["body"]

@@ -38,6 +38,8 @@ def test_defaults() -> None:
     assert arguments() == HEAD
     assert arguments(draft=SpecConfig("none")) == HEAD
     assert arguments(draft=parse_draft("ngram"), num_draft_tokens=0) == HEAD
+    assert arguments(device="cuda", max_pass_ms=100.0, template_date=None) == HEAD
+    assert vllm.arguments("org/model", {}, Spread(), ("m",), reasoning_parser="none") == HEAD
 
 
 def test_limits() -> None:
@@ -128,7 +130,11 @@ def test_options_are_the_drafters_own(name: str) -> None:
         ({"draft": parse_draft("suffix"), "draft_options": {"past": "tenant"}}, "one store of past texts for all"),
         ({"draft": parse_draft("dflash")}, "needs the draft.s checkpoint"),
         ({"draft": parse_draft("ngram_gpu:org/m")}, "has no model"),
+        ({"draft": parse_draft("assistant")}, "needs the draft.s checkpoint"),
         ({"backend": "cpu"}, "leave it at auto"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"max_pass_ms": 50.0}, "--max-num-rows"),
+        ({"template_date": "2026-11-29"}, "leave it out"),
         ({"kv_format": "nf4"}, "no KV cache in 'nf4'"),
         ({"format": "w4a8"}, r"sameseed quantize MODEL --scheme w4a8 --out DIR"),
     ],
@@ -152,6 +158,7 @@ STORED = [
     ({"config_groups": {"g": {"weights": W8, "input_activations": {"num_bits": 8}}}}, "w8a8"),
     ({"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "fp8"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "w4a16-g32"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "w4a16"),
     ({"quant_method": "awq", "bits": 4, "group_size": 128}, "w4a16-g128"),
 ]
 
@@ -209,6 +216,7 @@ def test_flags_that_are_sameseeds(more: str) -> None:
     [
         ("mtp", {}, {"method": "mtp"}),
         ("mtp:org/m", {}, {"method": "mtp", "model": "org/m"}),
+        ("assistant:org/m", {}, {"method": "mtp", "model": "org/m"}),
         (
             "dspark",
             {"draft_sample_method": "probabilistic"},
@@ -328,6 +336,7 @@ def test_what_a_vllm_has_passes() -> None:
     verdict(GPU, Spread(2, 2), invariant=True, draft=SpecConfig("eagle", "org/eagle3"), kv_format="int4")
     verdict(GPU, Spread(2, nodes=2), draft=parse_draft("ngram_gpu"))
     verdict(CPU, Spread(2), draft=parse_draft("org/m"), kv_format="fp8")
+    verdict(Installed("0.1.dev1+g12ab34c.cpu"), Spread(1, 2), draft=SpecConfig("eagle", "org/eagle3"))
     verdict(Installed("0.30.1rc1"), Spread(1, 2), draft=SpecConfig("eagle", "org/eagle3"))
     known = Installed(
         "0.33.0", flags=frozenset(a for a in [*arguments(), "--enforce-eager", "--additional-config"] if a[0] == "-")
@@ -383,6 +392,7 @@ def test_notes() -> None:
     assert "not schedule ahead with --draft suffix" in vllm.notes(GPU, suffix)[0]
     assert "ngram_gpu does not" in vllm.notes(Installed("0.31.0"), ngram)[0]
     assert "one store" in vllm.notes(GPU, {"method": "suffix"})[1]
+    assert "does not say its age" in vllm.notes(Installed("0.1.dev1+g12ab34c"), None)[0]
     assert "slower" in vllm.notes(GPU, None, True)[0]
     assert "temperature is not 0 are refused" in vllm.notes(CPU, {"method": "draft_model"})[0]
     assert vllm.greedy_only(CPU, ngram) and not vllm.greedy_only(CPU, None) and not vllm.greedy_only(GPU, ngram)
