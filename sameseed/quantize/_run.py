@@ -18,8 +18,8 @@ from sameseed import __version__, devices, fields, scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, llama_only, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
-from sameseed.models.save import check_destination, save_quantized
-from sameseed.models.weights import TensorSource, expected_shapes
+from sameseed.models.save import check_destination, method_for, save_quantized
+from sameseed.models.weights import TensorSource, expected_shapes, resolve_scheme
 from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
@@ -218,6 +218,7 @@ class _Run:
     def finish(self) -> QuantizeResult:
         """Run all stages: bit budget, layers, embedding and head; then save the checkpoint under its final name."""
         scheme = self._spend() if self.plan.budget is not None else self.scheme
+        self.ends_keep = self._ends_keep(scheme)
         embedding = self._end_matrix(EMBEDDING, None)
         hidden = None
         if self.calibration is not None:
@@ -318,6 +319,16 @@ class _Run:
         """The scheme of embedding or head: that of a rule, else "auto", the stored type."""
         return QuantScheme(rules=self.scheme.rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
 
+    def _ends_keep(self, scheme: QuantScheme) -> bool:
+        """Whether embedding and head keep the source's codes: not in a layout that others read, who read no such codes.
+
+        `scheme`: of the layers. Where it is "auto", everything is kept.
+        """
+        modules = {name.removesuffix(".weight") for name, shape in expected_shapes(self.config).items() if shape[1:]}
+        layers = [resolve_scheme(self.config, self.source, scheme, m) for m in modules.difference((EMBEDDING, HEAD))]
+        found = (s for s in [*layers, *map(self._end_scheme, self.ends)] if not is_dense(s))
+        return scheme.weights == "auto" or method_for(found) == "sameseed"
+
     def _tensor(self, name: str) -> str:
         return f"{EMBEDDING if self.config.tied_embeddings else name}.weight"
 
@@ -330,7 +341,8 @@ class _Run:
 
     def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
         """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
-        stored = scheme.format_for(self.source.dtype(self._tensor(name)))
+        coded = self.source.scheme(self._tensor(name)) is not None  # then it is decoded to float32, and no more precise
+        stored = scheme.format_for(torch.bfloat16 if coded else self.source.dtype(self._tensor(name)))
         dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
         out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
         for start in range(0, len(out), HEAD_ROWS):
@@ -348,7 +360,7 @@ class _Run:
         """
         scheme = QuantScheme() if dense else self._end_scheme(name)
         tensor = self._tensor(name)
-        own = None if dense or self.pipeline.unties else self.source.scheme(tensor)
+        own = None if dense or self.pipeline.unties or not self.ends_keep else self.source.scheme(tensor)
         kept = own is not None and scheme.weights == "auto"
         scheme = own if own is not None and kept else scheme
         if is_dense(scheme):

@@ -26,12 +26,12 @@ def gguf_file(small_model, tmp_path_factory):
     return write_gguf(path, raw, tensors, lambda name: "Q8_0", tokenizer=keys)
 
 
-@pytest.mark.parametrize("source", ["small_model", "gguf_file"])
-def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, tmp_path, request, capsys):
+@pytest.mark.parametrize(("source", "ends"), [("small_model", "auto"), ("gguf_file", "bf16")])
+def test_a_checkpoint_writes_the_text_of_the_model_quantized_in_memory(source, ends, tmp_path, request, capsys):
     model, out = request.getfixturevalue(source), tmp_path / "out"
     assert main(["quantize", str(model), "--scheme", "w4a8-g32", "-o", str(out)]) == 0
     # "auto" caches of a quantized checkpoint are bf16.
-    in_memory = LLM(str(model), format="w4a8-g32,lm_head=auto,model.embed_tokens=auto", kv_format="bf16")
+    in_memory = LLM(str(model), format=f"w4a8-g32,lm_head={ends},model.embed_tokens={ends}", kv_format="bf16")
     prompt = "the sum of all parts"
     expected = in_memory.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
     argv = ["generate", "--model", str(out), "--draft", "none", "--max-tokens", "24", "--temperature", "0", "--json"]

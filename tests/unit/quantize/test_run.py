@@ -263,6 +263,20 @@ def test_a_quantized_source_keeps_its_codes(plan, caplog):
     assert {n.split(".")[-2] for n, t in old.items() if n not in new or not t.equal(new[n])} == {"down_proj"}
 
 
+@pytest.mark.parametrize(
+    ("method", "scheme", "kept"),
+    [("rtn", "w8a16", False), ("rotate", "w8a16", False), ("rtn", "nf4", False), ("rtn", "nf4,*.o_proj=w8a16", True)],
+)
+def test_embedding_and_head_keep_their_codes_where_only_we_read_them(plan, method, scheme, kept):
+    ends = ("model.embed_tokens", "lm_head")
+    quantize(replace(plan, method="rtn", scheme=",".join(["w4a16-g32", *(f"{name}=w8a16-g32" for name in ends)])))
+    again = quantize(replace(plan, model=str(plan.out), out=plan.out.with_name("b"), method=method, scheme=scheme))
+    with Checkpoint(again.folder) as checkpoint:
+        checkpoint.check(read_config(again.folder))
+        assert [checkpoint.scheme(f"{name}.weight") is not None for name in ends] == [kept, kept]
+        assert kept or {checkpoint.dtype(f"{name}.weight") for name in ends} == {torch.bfloat16}
+
+
 def test_a_folder_in_the_way(plan):
     folder = plan.out.with_name("out.partial")
     folder.mkdir()
