@@ -256,8 +256,10 @@ class _Writer:
         layouts = {g["format"] for g, _ in groups}
         made = {}
         for i, (group, modules) in enumerate(groups):
-            # A single group targets all linear layers except `ignore`; several groups name their modules.
-            targets = ["Linear", *(m for m in modules if m == "model.embed_tokens")] if len(groups) == 1 else modules
+            # A single group targets all linear layers except `ignore`, and by name what vLLM counts as none; several
+            # groups name their modules.
+            ends = [m for m in ("model.embed_tokens", "lm_head") if m in modules]
+            targets = ["Linear", *ends] if len(groups) == 1 else modules
             made[f"group_{i}"] = {**group, "targets": targets}
         layout = layouts.pop() if len(layouts) == 1 else "mixed-precision"
         return {**self.config, "format": layout, "config_groups": made, "ignore": dense}

@@ -107,6 +107,14 @@ def test_transformers_reads_the_same_model(text, source, tmp_path):
     assert (got - want).abs().max() < 2e-2 * want.std()  # transformers rounds decoded weights to the scales' type
 
 
+def test_a_head_in_the_scheme_of_the_layers_is_named(source, tmp_path):
+    schemes = {**schemes_of("w8a16"), "lm_head": QuantScheme.parse("w8a16")}
+    out = save_quantized(tmp_path / "out", source, stream(source, schemes), schemes)
+    found = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert found["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"] and found["ignore"] == []
+    assert load(out).weights.lm_head.format == "int8"
+
+
 def test_files_and_card(source, tmp_path):
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
