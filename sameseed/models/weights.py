@@ -153,6 +153,16 @@ def weight_bytes(
     return total
 
 
+def check_blocks(name: str, shape: Seq[int], chosen: QuantScheme) -> None:
+    """Raise ConfigError where llama.cpp's blocks do not divide the rows of a matrix [O, K]."""
+    block = 256 if chosen.weights in KQUANTS else 32 if chosen.weights in BLOCKS else 1
+    if shape[1] % block:
+        raise ConfigError(
+            f"tensor {name} {list(shape)} cannot be stored as {chosen}: blocks of {block} do not divide its rows of "
+            f"{shape[1]} values; take {'q5_0-a8 or ' if shape[1] % 32 == 0 else ''}w4a8"
+        )
+
+
 def matrix_bits(
     config: ModelConfig, source: TensorSource, quant: QuantScheme, name: str, shape: Seq[int], device: str = "cpu"
 ) -> float:
@@ -164,12 +174,8 @@ def matrix_bits(
         and (device, chosen.activations) != ("cpu", "int8")
     ):
         chosen = round_scheme(shape[1])  # no kernel supports these K-quants: see WeightReader
-    block = 256 if chosen.weights in KQUANTS else 32 if chosen.weights in BLOCKS else 1
-    if shape[1] % block and (own is None or own.weights != chosen.weights):
-        raise ConfigError(
-            f"tensor {name} {list(shape)} cannot be stored as {chosen}: blocks of {block} do not divide its rows of "
-            f"{shape[1]} values; take {'q5_0-a8 or ' if shape[1] % 32 == 0 else ''}w4a8"
-        )
+    if own is None or own.weights != chosen.weights:
+        check_blocks(name, shape, chosen)
     try:
         return chosen.bits_per_weight(shape[1], source.dtype(name))
     except ConfigError as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sameseed import fields, registry, scheme as formats
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig
+from sameseed.models.weights import check_blocks
 from sameseed.quantize._decoder import CPU, Block
 from sameseed.scheme import DENSE, QuantScheme, QuantTensor
 
@@ -181,6 +182,7 @@ def is_dense(scheme: QuantScheme) -> bool:
 
 def check_stored(name: str, shape: tuple[int, int], scheme: QuantScheme) -> None:
     """Raise ConfigError where a matrix [O, K] cannot be stored in a scheme."""
+    check_blocks(name, shape, scheme)
     try:
         scheme.args(shape[1])
     except ConfigError as error:

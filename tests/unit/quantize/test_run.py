@@ -235,6 +235,7 @@ BUDGETED = {"budget": 6.0, "candidates": ("w4a16-g32", "w8a16")}
         ({**BUDGETED, "candidates": ("bf16",)}, "--candidates"), ({"method": "gptq+rotate"}, "rotate first"),
         ({"calibration": None}, "--calibration"), ({"method": "gptq+awq"}, "comes last"), ({"seed": -1}, "seed"),
         ({**BUDGETED, "budget": 3.0}, "raise"), ({"scheme": "w4a16-g128"}, "divide"), ({"scheme": "auto"}, "--scheme"),
+        ({"scheme": "q4_k-a8"}, "256 .*take q5_0-a8"), ({**BUDGETED, "candidates": ("q6_k-a8",)}, "256 .*take q5_0-a8"),
     ],
 )  # fmt: skip
 def test_bad_plans(plan, change, words):
