@@ -50,7 +50,7 @@ async def again(inquiry: Inquiry, evidence: Evidence) -> None:
         if told is not None and told["error"] is None:
             before = ServedText(told["text"], told["finish_reason"], told["num_tokens"])
             evidence.compare(f"{prompt.id}, {inquiry.earlier['time']}", before, found)
-    if not evidence.compared:
+    if not any(prompt.said in known for prompt in inquiry.prompts):
         evidence.missing = "the earlier report has none of these prompts; give the same --prompts and --requests"
 
 

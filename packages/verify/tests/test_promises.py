@@ -14,7 +14,7 @@ import pytest
 from fixtures_promises import PromiseServer
 
 from sameseed_verify import VerifyError
-from sameseed_verify.ask import ScoredToken, open_client
+from sameseed_verify.ask import ScoredToken, is_near, open_client
 from sameseed_verify.inquiry import Evidence, VerifyServerArgs
 from sameseed_verify.numbers import likeliest
 from sameseed_verify.page import render
@@ -201,6 +201,17 @@ async def test_proxies_are_for_servers_that_are_not_near(far: bool, monkeypatch:
         async with open_client(url, None, 1, 20.0) as client:
             assert (await client.get(url)).status_code == 200
     assert (b"far.example" in seen[0]) == far
+
+
+@pytest.mark.parametrize(
+    ("url", "near"),
+    [
+        ("http://localhost:8000", True), ("http://10.0.0.4", True), ("http://[::1]:8000/v1", True),
+        ("http://gpu:8000", True), ("https://api.example.com/v1", False), ("https://8.8.8.8", False),
+    ],
+)  # fmt: skip
+def test_what_is_near(url: str, near: bool) -> None:
+    assert is_near(url) == near
 
 
 def test_a_proxy_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
