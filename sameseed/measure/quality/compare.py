@@ -280,14 +280,18 @@ def as_draft(
 def _beside(mine: Quality, base: Quality, notes: list[str], seed: int) -> dict[str, Any]:
     """The ratio of perplexities and the differences of scores to the baseline's, or in `notes` why there is none."""
     times, differences = None, dict[str, Any]()
-    if mine is not base and mine.perplexity is not None and base.perplexity is not None:
-        if mine.perplexity.digest == base.perplexity.digest:
-            times = estimate(*ratio(mine.perplexity, base.perplexity, seed))
-        else:
+    a, b = mine.perplexity, base.perplexity
+    if mine is not base and a is not None and b is not None:
+        if a.digest != b.digest:
             notes.append("another tokenizer than the baseline's: compare bits per byte, not perplexity")
-    for a, b in zip(mine.results, base.results, strict=True) if mine is not base else ():
-        paired = mean_interval([x - y for x, y in zip(a.scores, b.scores, strict=True)], seed)
-        differences[a.task] = estimate(a.value - b.value, paired)
+        elif (a.window, a.stride) != (b.window, b.stride):
+            said = f"a window of {a.window} tokens by {a.stride}, the baseline's of {b.window} by {b.stride}"
+            notes.append(f"{said}: for a ratio, give a --window that fits the context of both")
+        else:
+            times = estimate(*ratio(a, b, seed))
+    for own, its in zip(mine.results, base.results, strict=True) if mine is not base else ():
+        paired = mean_interval([x - y for x, y in zip(own.scores, its.scores, strict=True)], seed)
+        differences[own.task] = estimate(own.value - its.value, paired)
     return {"perplexity_ratio": times, "differences": differences}
 
 

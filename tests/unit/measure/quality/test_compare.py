@@ -129,6 +129,13 @@ def test_a_dead_baseline_and_lost_perplexity_are_said(found):
     assert any("1.30 times" in line for line in compare.warnings(row, found.records[0], 1.0))
 
 
+@pytest.mark.parametrize(("change", "words"), [({"digest": "y"}, "bits per byte"), ({"window": 48}, "--window")])
+def test_perplexities_that_cannot_be_divided_say_why(change, words):
+    base, notes = Perplexity(np.ones(99, np.float32), 400, 64, 32, True, "x"), []
+    its = compare._beside(Quality(replace(base, **change), "a text", ()), Quality(base, "a text", ()), notes, 0)
+    assert its["perplexity_ratio"] is None and words in notes[0]
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_model_that_overflows_is_said_and_its_record_is_json(found, asked, value, tmp_path):
     overflown = Perplexity(np.full(99, value, np.float32), 400, 64, 32, True)
