@@ -106,7 +106,12 @@ class TaskResult:
         return sum(self.scores) / len(self.scores)
 
     def interval(self, seed: int) -> Interval | None:
-        return mean_interval(self.scores, seed)
+        """Bootstrapped; Wilson's where all scores are 0 or all are 1, since then all resamples are alike."""
+        n, total = len(self.scores), sum(self.scores)
+        if n < 2 or total not in (0, n):
+            return mean_interval(self.scores, seed)
+        free = 1.96**2 / (n + 1.96**2)
+        return (0.0, free) if total == 0 else (1 - free, 1.0)
 
     def as_dict(self, seed: int) -> dict[str, Any]:
         """Plain data for a record. `seed`: of the bootstrap interval."""

@@ -60,6 +60,11 @@ def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
     assert result.extra["errors"]["AssertionError"] == 3
 
 
+@pytest.mark.parametrize(("score", "want"), [(1.0, (0.7225, 1.0)), (0.0, (0.0, 0.2775)), (0.5, (0.5, 0.5))])
+def test_ten_answers_that_score_alike_are_not_certain(score, want):
+    assert tasks.TaskResult("humaneval", "pass@1", (score,) * 10).interval(0) == pytest.approx(want, abs=1e-4)
+
+
 PLUS_3 = "def plus_3(x):\n    return x + 3"
 
 
