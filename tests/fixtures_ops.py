@@ -186,3 +186,16 @@ def passes(draw, names, dims, even=()):
     name = draw(st.sampled_from([*names, *(() if dim % 2 else even)]))
     made = make_pass(parts, name, kv_heads * group, kv_heads, dim, block_size, draw(st.integers(0, 99)))
     return made, draw(st.none() | st.integers(1, 400))
+
+
+def check_moves(move_kv, kv_format):
+    """Rows of the cache move as if all of them were read before one is written."""
+    for moves in ([], [(5, 2)], [(3, 2), (4, 3), (9, 4)], [(9, 0), (8, 1)], [(12, 1), (19, 12)], [(1, 2), (2, 1)]):
+        layer = make_pass([Part(0, 20)], kv_format).layer
+        wanted = [t.clone() for t in flat(layer)]
+        for tensor in wanted:
+            tensor[[d for _, d in moves]] = tensor[[s for s, _ in moves]]
+        src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
+        move_kv(layer, src, dst)
+        for tensor, new in zip(flat(layer), wanted, strict=True):  # compared as bytes, since NaN != NaN
+            assert tensor.view(torch.uint8).equal(new.view(torch.uint8)), moves

@@ -1,7 +1,6 @@
 """Laws 1 and 3 of every family of models, with every drafter, in the cases that broke others."""
 
 import itertools
-import json
 
 import lawkit
 import pytest
@@ -14,15 +13,12 @@ from lawkit import SAMPLED, make_engine, random_prompts, run, texts
 from conftest import DRAFT_NOISE
 from sameseed import ops
 from sameseed.engine.overlap import Overlap
-from sameseed.grammar.matching import Matching
 from sameseed.kvcache.blocks import MOST_UNSETTLED
 from sameseed.models.loader import load_model
 from sameseed.request import Request, SamplingParams, Sequence
-from sameseed.server.text import vocabulary
 from sameseed.spec.drafter import goes_ahead
 
 TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
-CALL = {"type": "object", "properties": {"name": {"enum": ["list", "sum"]}, "arguments": {"type": "integer"}}}
 
 
 @pytest.fixture(scope="module", params=lawkit.FAMILIES)
@@ -125,22 +121,3 @@ def test_texts_that_begin_alike_share_their_beginning(pair):
         engine = make_engine(pair, name, block=4, seqs=3)
         assert texts(run(engine, prompts, params, alone)) == plain
         assert engine.scheduler.blocks.prefixes.num_hits > (100 if alone else 0)
-
-
-def test_json_and_calls_of_50_prompts(pair):
-    """JSON of a schema, and calls behind a mark: valid, and the same with drafts as without."""
-    words = Matching(vocabulary(pair.tokenizer, lawkit.MODEL_VOCAB, [lawkit.EOS]))
-    schema = json.dumps(CALL | {"required": ["name", "arguments"], "additionalProperties": False})
-    forms = [
-        words.language(words.compiled(*form)) for form in (("json", schema), ("regex", r"call: (list|sum)\(\d+\)"))
-    ]
-    params, found = SamplingParams(max_tokens=60, temperature=0.9), []
-    for name in ("none", "draft_model", "ngram"):
-        engine = make_engine(pair, name, rows=64, block=4)
-        for i, prompt in enumerate(random_prompts(50, seed=9)):
-            engine.add(Request(str(i), tuple(prompt), params, i, grammar=words.matched(forms[i % 2])))
-        done = [c for _, c in sorted(lawkit.finished(engine).items())]
-        whole = [json.loads(c.text) for c in done if c.text.startswith("{") and c.finish_reason == "stop"]
-        assert whole and all(call.keys() == {"name", "arguments"} for call in whole)
-        found.append(texts(done))
-    assert found[0] == found[1] == found[2]

@@ -14,7 +14,7 @@ from sameseed import ops, registry, scheme
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.inner import take_rows
 from sameseed.ops import gated_rows, normed_rows, plain_rows
-from sameseed.scheme import QuantScheme
+from sameseed.scheme import OUTLIER, QuantScheme
 
 FORMATS = {n: scheme.get(n) for n in registry.names("formats")} | {"ternary": fixtures_formats.FORMAT}
 NAMES = [n for n, f in FORMATS.items() if f.weights]
@@ -240,25 +240,16 @@ def test_bits_per_weight(name, width):
     if fmt.scheme.group is not None and width % fmt.scheme.group:
         with pytest.raises(ConfigError, match="do not divide"):
             fmt.scheme.bits_per_weight(width)
+        with pytest.raises(ConfigError, match="do not divide"):
+            fmt.encode(randn(3, width))
         return
-    q = fmt.encode(randn(3, width))
+    weight = randn(3, width)
+    q = fmt.encode(weight)
+    if width == 24:  # no multiple of a group size: one scale per row
+        assert q.group == 24 and (fmt.decode(q) - weight).norm() < fmt.loss * weight.norm()
     rest = (q.nbytes - q.parts["codes" if "codes" in q.parts else "weight"].nbytes) * 8 / (3 * width)
     once = sum(t.nbytes for t in q.parts.values() if len(t) != 3) * 8 / (3 * width)  # per matrix or 256 scales
     assert fmt.scheme.bits_per_weight(width) == pytest.approx(rest + fmt.bits, abs=once)
-
-
-@every_format
-def test_rows_of_one_group(name):
-    """A width that is no multiple of a group size: one scale per row if the scheme leaves the choice."""
-    fmt = Variant(name)
-    if fmt.scheme.group is not None:
-        with pytest.raises(ConfigError, match=r"do not divide"):
-            fmt.encode(randn(3, 40))
-        return
-    weight = randn(3, 40)
-    q = fmt.encode(weight)
-    assert q.group == 40
-    assert (fmt.decode(q) - weight).norm() < fmt.loss * weight.norm()
 
 
 @every_format
@@ -336,24 +327,28 @@ def test_products_of_integers_are_exact(name, backend):
 @pytest.mark.parametrize("name", ["fp8-a8", "fp8-a8-b128", "fp8_e5m2-a8"])
 @pytest.mark.parametrize("backend", backends())
 def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
-    """The fused ops also round the rows that they compute from x: their bits are those of the separate ops."""
     chosen = ops.resolve(backend)
     q = QuantScheme.parse(name).encode(randn(33, K))
     floats, rounding = chosen.pack(replace(q, activations=None)), chosen.pack(q)
-    x, norm = randn(5, K, seed=1), randn(K, seed=2)
+    x = randn(5, K, seed=1)
     wanted = chosen.product(plain_rows(scheme.round_rows(x, q.group)), floats)
-    assert chosen.product(plain_rows(x), rounding).equal(wanted) and not chosen.product(plain_rows(x), floats).equal(
-        wanted
-    )
-    rows = torch.tensor([3, 0], dtype=torch.int32)
+    assert chosen.product(plain_rows(x), rounding).equal(wanted)
+    assert not chosen.product(plain_rows(x), floats).equal(wanted)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("backend", backends())
+def test_rows_made_on_the_way_have_the_bits_of_separate_ops(name, backend):
+    """Rows that a product norms or gates itself; some of their values are outliers."""
+    chosen = ops.resolve(backend)
+    w = chosen.pack(QuantScheme.parse(name).encode(randn(33, K)))
+    x, norm, rows = randn(5, K, seed=1), 3 * randn(K, seed=2), torch.tensor([3, 0], dtype=torch.int32)
     normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
-    assert chosen.product(normed_rows(x, norm, 1e-5, rows), rounding).equal(
-        chosen.product(plain_rows(normed), rounding)
-    )
-    gate_up = randn(5, 2 * K, seed=3)
-    assert chosen.product(gated_rows(gate_up), rounding).equal(
-        chosen.product(plain_rows(chosen.silu_mul(gate_up)), rounding)
-    )
+    assert chosen.product(normed_rows(x, norm, 1e-5, rows), w).equal(chosen.product(plain_rows(normed), w))
+    gate_up = 3 * randn(5, 2 * K, seed=3)
+    gated = chosen.silu_mul(gate_up)
+    assert normed.abs().max() > OUTLIER < gated.abs().max()
+    assert chosen.product(gated_rows(gate_up), w).equal(chosen.product(plain_rows(gated), w))
 
 
 @pytest.mark.bits

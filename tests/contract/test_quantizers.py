@@ -141,33 +141,13 @@ def test_the_calibration_forward_is_the_engine_s(name):
     assert torch.allclose(found[0], all_logits(model, ids[0].tolist()), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"])
+REWRITTEN = [*METHODS, "rotate+awq", "rotate+smooth", "smooth+awq"]
+STORED = [*((m, torch.float32) for m in REWRITTEN), *((m, torch.bfloat16) for m in ("awq", "smooth", "smooth+awq"))]
+
+
+@pytest.mark.parametrize(("method", "dtype"), STORED, ids=str)
 @pytest.mark.parametrize("name", LLAMAS)
-def test_a_rewritten_layer_computes_the_same(name, method):
-    _computes_the_same(name, method, torch.float32)
-
-
-@pytest.mark.parametrize("method", ["awq", "smooth", "smooth+awq"])
-@pytest.mark.parametrize("name", LLAMAS)
-def test_what_is_stored_in_bf16_computes_the_same(name, method):
-    _computes_the_same(name, method, torch.bfloat16)
-
-
-@pytest.mark.parametrize("method", ["awq", "smooth"])
-def test_weights_that_stay_bf16_are_not_rounded_anew(method):
-    config, source = source_of(**SMALL)
-    source.tensors = {n: t.bfloat16() for n, t in source.tensors.items()}
-    kept = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]
-    scheme = ",".join(["w4a16-g32", *(f"*.{n}=bf16" for n in kept)])
-    walk, plain = (walk_of(config, source, m, scheme, tokens(config)) for m in (method, "rtn"))
-    block, before = walk.prepared(0), plain.prepared(0)
-    for name in kept:
-        weight = block.linears[name].weight
-        assert weight.bfloat16().float().equal(weight), name
-    assert not block.linears[kept[0]].weight.equal(before.linears[kept[0]].weight), "it is scaled all the same"
-
-
-def _computes_the_same(name, method, dtype):
+def test_a_rewritten_layer_computes_the_same(name, method, dtype):
     config, source = source_of(name)
     source.tensors = {n: t.to(dtype) for n, t in source.tensors.items()}
     ids = tokens(config, rows=3, length=24)
@@ -183,3 +163,17 @@ def _computes_the_same(name, method, dtype):
     assert changed == any(part in method for part in ("awq", "smooth", "rotate"))
     found = logits_of(walk, source, ids, blocks)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_weights_that_stay_bf16_are_not_rounded_anew(method):
+    config, source = source_of(**SMALL)
+    source.tensors = {n: t.bfloat16() for n, t in source.tensors.items()}
+    kept = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"]
+    scheme = ",".join(["w4a16-g32", *(f"*.{n}=bf16" for n in kept)])
+    walk, plain = (walk_of(config, source, m, scheme, tokens(config)) for m in (method, "rtn"))
+    block, before = walk.prepared(0), plain.prepared(0)
+    for name in kept:
+        weight = block.linears[name].weight
+        assert weight.bfloat16().float().equal(weight), name
+    assert not block.linears[kept[0]].weight.equal(before.linears[kept[0]].weight), "it is scaled all the same"

@@ -21,6 +21,21 @@ asked_for = INTERPRETED or os.environ.get("SAMESEED_TEST_GPU") == "1"
 collect_ignore_glob = [] if asked_for else ["test_*.py"]
 
 
+@pytest.fixture
+def small_programs(request, monkeypatch):
+    """The interpreter also computes padding, so programs are made as wide as the smallest weights here."""
+    from sameseed.ops.triton import tiling, wide
+
+    if INTERPRETED and "as_it_is" not in request.node.name:
+        monkeypatch.setattr(tiling, "OUTPUTS", {})
+        monkeypatch.setattr(tiling, "WARPS", {})
+        monkeypatch.setattr(tiling, "FEWEST", 32)
+        monkeypatch.setattr(wide, "OUTPUTS", 32)
+    tiling.cut.cache_clear()  # it caches the cuts of other shapes
+    yield
+    tiling.cut.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _where_the_kernels_run(monkeypatch):
     """Make tensors on the tested device. No kernel may fail: the reference would replace it, and tests would pass."""

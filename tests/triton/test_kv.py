@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from fixtures_kv import KV_FORMATS, kv_oracle
-from fixtures_ops import Part, empty_layer, flat, make_pass, randn
+from fixtures_ops import Part, check_moves, empty_layer, flat, make_pass, randn
 
 from sameseed import ops
 from sameseed.kvcache.cache import KVCache
@@ -52,15 +52,8 @@ def test_stored_rows_are_the_format_s_codes(name):
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
-@pytest.mark.parametrize("moves", [[], [(3, 2), (4, 3), (9, 4)], [(12, 1), (19, 12)], [(1, 2), (2, 1)]], ids=str)
-def test_moved_rows_are_read_before_they_are_overwritten(moves, name):
-    layer = make_pass([Part(0, 20)], name).layer
-    wanted = [t.clone() for t in flat(layer)]
-    for tensor in wanted:
-        tensor[[d for _, d in moves]] = tensor[[s for s, _ in moves]]
-    src, dst = (torch.tensor([m[i] for m in moves], dtype=torch.int32) for i in range(2))
-    kernels.move_kv(layer, src, dst)
-    assert all(same(a, b) for a, b in zip(flat(layer), wanted, strict=True))
+def test_moved_rows_are_read_before_they_are_overwritten(name):
+    check_moves(kernels.move_kv, name)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])

@@ -27,18 +27,7 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 FEW = ["bf16", "w4a16-g32-asym", "w4a8-g32", "fp8-a8"]
 DEVICE = "cpu" if guard.interpreted() else "cuda"
 backend = ops.resolve("triton", DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _small_programs(request, monkeypatch):
-    """The interpreter also computes padding, so programs are made as wide as the smallest weights here."""
-    if guard.interpreted() and "as_it_is" not in request.node.name:
-        monkeypatch.setattr(cuts, "OUTPUTS", {})
-        monkeypatch.setattr(cuts, "WARPS", {})
-        monkeypatch.setattr(cuts, "FEWEST", 32)
-    cuts.cut.cache_clear()  # it caches the cuts of other shapes
-    yield
-    cuts.cut.cache_clear()
+pytestmark = pytest.mark.usefixtures("small_programs")
 
 
 def packed(name, O, K):  # noqa: E741

@@ -14,19 +14,7 @@ from sameseed.scheme import QuantScheme
 FORMATS = ["bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8-g32", "fp8", "fp8-a8", "mxfp4", "w8a8n-g32"]
 DEVICE = "cpu" if guard.interpreted() else "cuda"
 backend = ops.resolve("triton", DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _small_programs(monkeypatch):
-    """As in test_linear: the interpreter also computes padding."""
-    if guard.interpreted():
-        monkeypatch.setattr(cuts, "OUTPUTS", {})
-        monkeypatch.setattr(cuts, "WARPS", {})
-        monkeypatch.setattr(cuts, "FEWEST", 32)
-        monkeypatch.setattr(wide, "OUTPUTS", 32)
-    cuts.cut.cache_clear()
-    yield
-    cuts.cut.cache_clear()
+pytestmark = pytest.mark.usefixtures("small_programs")
 
 
 def packed(name, O, K):  # noqa: E741

@@ -7,7 +7,7 @@ from fixtures_ops import randn
 
 from sameseed import ops
 from sameseed.errors import ConfigError
-from sameseed.ops import gated_rows, normed_rows, plain_rows
+from sameseed.ops import plain_rows
 from sameseed.scheme import OUTLIER, QuantScheme, split_outliers
 
 K = 256
@@ -54,19 +54,6 @@ def test_rows_without_one_have_the_bits_of_w8a8(backend, suffix):
     wanted = chosen.product(plain_rows(x), integers, bias, residual)
     same = (got.view(torch.int32) == wanted.view(torch.int32)).all(1)
     assert same.tolist() == [False, True] * 3
-
-
-@every_backend
-def test_rows_that_are_made_on_the_way(backend):
-    chosen = ops.resolve(backend)
-    w = chosen.encode(randn(33, K, seed=1), QuantScheme.parse("w8a8-outliers"))
-    x, norm, rows = planted(), 3 * randn(K, seed=2), torch.tensor([4, 1], dtype=torch.int32)
-    normed = chosen.rms_norm(x[rows.long()], norm, 1e-5)
-    assert normed.abs().max() > OUTLIER
-    got = chosen.product(normed_rows(x, norm, 1e-5, rows), w)
-    assert got.equal(chosen.product(plain_rows(normed), w))
-    gate_up = torch.cat([planted(), planted()], 1)
-    assert chosen.product(gated_rows(gate_up), w).equal(chosen.product(plain_rows(chosen.silu_mul(gate_up)), w))
 
 
 @pytest.mark.parametrize("weights", ["int4", "bf16", "fp8_e4m3"])
