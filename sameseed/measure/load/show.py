@@ -22,6 +22,7 @@ from sameseed.report.schemas import LOAD_SCHEMA
 RATES = ("output_tokens_per_s", "requests_per_s", "goodput_requests_per_s")
 SPREADS = ("ttft_ms", "tpot_ms", "itl_chunk_ms", "itl_token_ms", "e2e_ms")
 BUSY = 0.7  # share of a core above which the load generator itself may limit the result
+CUT = 0.7  # share of the asked prompt tokens below which the server seems to have cut prompts
 LATE = 20.0  # ms of delay in sending, above which a remark is made
 
 
@@ -119,6 +120,8 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
     short = not by_chunks and any(r["num_output_tokens"] < r["num_completed"] * c["max_tokens"] for r in repetitions)
     by_characters = c["num_input_tokens"] is not None and not bench.tokenized
     known = any(r["num_cached_tokens"] for r in repetitions)
+    sent = CUT * (c["num_input_tokens"] or 0)
+    less = any((n := r["num_prompt_tokens"]) is not None and n < sent * r["num_completed"] for r in repetitions)
     drafted = c["fields"].get("speculation") == "off" and accepted is not None
     cut = f"--max-seconds ended a run after {fewest} of {c['num_requests']} requests: arms may have sent different ones"
     burst = min(r["num_requests"] for r in repetitions) < 2 * (c["concurrency"] or 0)
@@ -130,6 +133,7 @@ def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[st
         "the server does not tell which tokens a chunk holds: ITL by chunks only": no_sizes,
         "some answers ended before their length (--ignore-eos generates to it): compare throughput with care": short,
         "the server has no /tokenize: prompts have about the asked length, by their characters": by_characters,
+        "the server read far fewer prompt tokens than were sent: raise its context (num_ctx of Ollama)": less,
         "the server knew parts of prompts from before: first tokens came sooner than of new prompts": known,
         "the server drafted although speculation was off: the arms are alike": drafted,
         cut: fewest < c["num_requests"],

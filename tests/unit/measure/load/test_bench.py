@@ -33,6 +33,7 @@ class Fake:
     wrong_when_off: bool = False
     drafts_when_off: bool = False
     num_cached: int = 0
+    reads: int = 10**9
     status: int = 200
     message: str = "no such thing"
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Fake:
             lines.append({"choices": [{"index": 0, "text": text[i], "finish_reason": last, **ids}]})
         end = {"choices": []}
         if self.tells_usage:
-            end["usage"] = {"prompt_tokens": len(body.get("prompt", "x")), "completion_tokens": count}
+            end["usage"] = {"prompt_tokens": min(self.reads, len(body.get("prompt", "x"))), "completion_tokens": count}
             end["usage"]["prompt_tokens_details"] = {"cached_tokens": self.num_cached} if self.num_cached else None
         if self.reads_speculation:
             told = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 2}
@@ -128,6 +129,12 @@ async def test_arms_take_turns_over_the_same_prompts_and_seeds():
     assert records[1]["itl_token_ms"] is not None
     (a, b), (c, d) = ([r["output_tokens_per_s"] for r in made["repetitions"]] for made in records)
     assert records[1]["output_tokens_per_s"] == pytest.approx((a + b) / 2 * (c / a + d / b) / 2), "as the speed-up says"
+
+
+@pytest.mark.parametrize("reads", [6, 12])
+async def test_prompts_that_a_server_cuts_are_a_remark(reads):
+    _, records = await measure(Fake(reads=reads), SETTINGS, [Endpoint("server", "http://fake")])
+    assert any("num_ctx" in remark for remark in records[0]["remarks"]) == (reads == 6)
 
 
 async def test_another_text_is_seen():
