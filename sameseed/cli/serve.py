@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,9 @@ from sameseed.cli.flags import ServeArgs, VllmFlags
 from sameseed.cli.options import Parsed, companion
 from sameseed.errors import ConfigError
 from sameseed.server.config import Keys, ServerConfig, ServerFlags
+from sameseed.tuned import Tuned
+
+log = logging.getLogger("sameseed.server")
 
 
 def run(parsed: Parsed[ServeArgs]) -> int:
@@ -23,6 +27,10 @@ def run(parsed: Parsed[ServeArgs]) -> int:
     from sameseed.server.run import serve
 
     logs.set_up(args.log_level)
+    profile = engine.settings["profile"]
+    limit = None if profile is None else Tuned.read(profile).chosen.max_num_seqs
+    if limit == engine.settings["max_num_seqs"]:
+        log.warning("at most %d requests run at once, as in the profile's tuning; --max-num-seqs N runs more", limit)
     folder = Path(os.path.expanduser(engine.model))  # clients must not see its path
     name, *aliases = args.served_model_name or ((folder.resolve().name if folder.exists() else engine.model),)
     config = ServerConfig(

@@ -145,7 +145,7 @@ def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
     if why is not None:
         log.warning("profile %s was tuned for something else (%s); it is used all the same", config.profile, why)
     beyond = tuned.scope.beyond(config.max_num_seqs)
-    if beyond is None or config.spec.policy == "goodput":
+    if beyond is None or config.spec.policy == "goodput" or config.spec.method == "none":
         return config
     log.warning("profile %s: %s; goodput decides how much is drafted", config.profile, beyond)
     return replace(config, spec=replace(config.spec, policy="goodput"))

@@ -14,7 +14,6 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.fields import LARGEST
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.measure.workload import check_batches
 from sameseed.request import SamplingParams
 from sameseed.tuned import Chosen
 
@@ -91,7 +90,6 @@ class TuneRequest:
             raise ConfigError(f"give at least two prompts (--prompts FILE), not {len(self.prompts)}")
         if len({str(p.facts) for p in self.prompts}) < 2:
             raise ConfigError("all prompts are identical; give different ones (--prompts FILE)")
-        check_batches(self.batches, len(self.prompts))
         if not 5 <= self.seconds <= LARGEST:
             raise ConfigError(f"--seconds {self.seconds:g} cannot load and measure anything; give 30 or more")
         if not 1.0 <= self.quality < 100.0:

@@ -19,6 +19,7 @@ from sameseed.engine.learned import machine_here
 from sameseed.errors import ConfigError
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality.data import take
+from sameseed.measure.workload import check_batches
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
 from sameseed.plan.candidates import TargetBench, Tell, load_targets, no_time, survivors
@@ -78,6 +79,7 @@ class TuneOutcome:
 
 def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
     """Measure, predict, race. `load` makes an LLM, as for a Bench. Raises ConfigError where nothing can be tried."""
+    check_batches(asked.batches, len(asked.prompts))
     start, threads = time.perf_counter(), ops.num_threads()
     lost: list[Loser] = []
     try:
@@ -239,7 +241,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
             num_draft_tokens=spec.num_draft_tokens if drafting else None,
             draft_options=options_of(spec) or None,
             policy=spec.policy if drafting else None,
-            max_num_seqs=max(batches),
+            max_num_seqs=max(batches) if drafting and spec.policy == "fixed" else None,  # a length is for its loads
             threads=setting.threads,
             by_batch=found.by_batch,
         ),
@@ -324,4 +326,7 @@ def reasons(found: TuneOutcome) -> list[tuple[str, str, str]]:
             why += "".join(f"; {x.settings['setting']}: {x.note}" for x in found.lost if x.why == "quality")
         if not (mine.plain and knob in ("draft format", "draft vocabulary", "length")):
             rows.append((knob, of(mine), why))
+    if not mine.plain and mine.spec.policy == "fixed":
+        most = str(max(found.asked.batches))
+        rows.append(("sequences at once", most, "the most of --batch; with a higher --max-num-seqs goodput decides"))
     return rows

@@ -115,6 +115,19 @@ def test_goodput_decides_beyond_the_scope(tmp_path, caplog):
     assert "temperature 1.2 lies outside" in caplog.text
 
 
+def test_the_server_says_what_a_profile_limits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sameseed.server.run.serve", lambda *_: 0)
+    argv = ["serve", "--profile", written(made(), tmp_path)]
+    assert main(argv) == 0 and "at most 8 requests" in capsys.readouterr().err
+    assert main([*argv, "--max-num-seqs", "9"]) == 0 and "at most" not in capsys.readouterr().err
+
+
+def test_plain_decoding_has_no_scope(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        LLM(profile=written(made(chosen=Chosen(draft="none")), tmp_path))
+    assert "goodput" not in caplog.text
+
+
 def test_flags_win_over_the_profile(tmp_path):
     @dataclasses.dataclass(frozen=True)
     class Own:

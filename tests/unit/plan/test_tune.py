@@ -48,10 +48,11 @@ def test_bad_requests():
         *(({name: (0,)}, "1 or more") for name in ("batches", "threads")),
         *(({"seconds": seconds}, "give 30") for seconds in (1.0, math.nan, math.inf)),
         ({"quality": 0.9}, "e.g. 1.02"),
-        ({"batches": (1, 64)}, "batch 64 of 8 prompts: give 64"),
     ):
         with pytest.raises(ConfigError, match=says):
             asked(**given)
+    with pytest.raises(ConfigError, match="batch 64 of 8 prompts: give 64"):
+        tune.tune(asked(batches=(1, 64)), LLM)
     for slo in ("ttft", "ttft<0s", "speed<2s", "ttft<2"):
         with pytest.raises(ConfigError, match=r"write e\.g\. 'ttft<2s'"):
             parse_slo(slo)
@@ -245,6 +246,7 @@ def test_from_prompts_to_a_profile(tmp_path, capsys):
     assert plot.stat().st_size > 5000
     tuned = Tuned.read(out)
     assert tuned.scope.num_prompts == 4 and tuned.scope.batch == (1, 2) and tuned.chosen.threads == 1
+    assert tuned.chosen.max_num_seqs == (2 if tuned.chosen.policy == "fixed" else None)
     assert set(tuned.measured) >= {"speedup_batch_1", "speedup_batch_2"} and tuned.rejected
     assert all(f.low <= f.value <= f.high for f in tuned.measured.values())
     llm = LLM(profile=str(out))
