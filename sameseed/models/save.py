@@ -65,6 +65,8 @@ def save_quantized(
     raw.pop("quantization_config", None)
     raw.pop("compression_config", None)
     raw.pop("quantization", None)  # MLX's
+    if any(scheme.weights == "mxfp4" for scheme in schemes.values()):
+        raw["dtype"] = raw["torch_dtype"] = "bfloat16"  # transformers decodes mxfp4 to nothing else
     with new_folder(out, overwrite, source) as partial:
         copy_files(source, partial)
         writer = _Writer(partial, schemes, raw, shard_bytes)

@@ -72,6 +72,7 @@ def test_what_is_written_is_read_bit_for_bit(text, source, tmp_path):
     out = write(source, tmp_path / "out", text)
     raw = json.loads((out / "config.json").read_text())
     assert raw["quantization_config"]["quant_method"] == SCHEMES[text]
+    assert (raw.get("dtype") == "bfloat16") == (text == "mxfp4")
     schemes, dense = schemes_of(text), read_tensors(source)
     with Checkpoint(out) as checkpoint:
         checkpoint.check(read_config(out))
