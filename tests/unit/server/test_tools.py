@@ -175,18 +175,8 @@ TEXTS = {
         "if (a <function) <tool_call",
     ],
     "llama3": [
-        "plain",
-        '{"name": "rm", "parameters": {}}',
-        '{"x": 1}',
-        '{"name": {}}',
-        "{",
-        "[1, 2]",
-        "[rm(a=1)]",
-        '[get("Bonn")]',
-        "[get(city=open('x'))]",
-        "[get(city=1, city=2)]",
-        "[get(city=1)] is Python",
-        "",
+        "plain", '{"name": "rm", "parameters": {}}', '{"x": 1}', '{"name": {}}', "{", "[1, 2]", "[rm(a=1)]", "",
+        '[get("Bonn")]', "[get(city=open('x'))]", "[get(city=1, city=2)]", "[get(city=1)] is Python",
     ],
     "mistral": ["[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]get what", "[TOOL_CALLS]get[ARGS]{'a': 1}", "[TOOL_C"],
     "granite": ["<|tool_call|>", "<|tool_call|>[]"],
@@ -199,7 +189,7 @@ TEXTS = {
         "<|tool_call>call:add{" + ", " * 5000 + "}",
         "<|tool_c",
     ],
-}
+}  # fmt: skip
 CASES = CALLS + [(form, text, [text] if text else []) for form, texts in TEXTS.items() for text in texts]
 
 
