@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sameseed import ops, scheme
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
 from sameseed.models.head_config import HeadConfig
@@ -145,10 +145,11 @@ def learn(
     log, made = Log(out / "log.jsonl"), out / learner.name
     longest = max((len(ids) for ids, _ in prompts), default=0) + measured_tokens
     how = {"backend": backend, "device": device, "quiet": quiet}
-    own = write_all(recipe, sources, folder, learner, log, longest, how)
+    seeds = not_measured(read_seeds(recipe, sources, folder), {ids for ids, _ in prompts}, recipe.texts.prompt_tokens)
+    own = write_all(recipe, seeds, folder, learner, log, longest, how)
     job = replace(learner.job(own, out, device), begun=own.begun)
-    seeds = [Seed(ids, measured_tokens) for ids, _ in prompts]
-    texts = continued(own, seeds, out / "held-out") if seeds else None
+    held = [Seed(ids, measured_tokens) for ids, _ in prompts]
+    texts = continued(own, held, out / "held-out") if held else None
     progress: dict[str, Any] = {}
     for point in (points := measured_at(recipe.train.steps, stop_after)):
         progress = train(job, log, quiet=quiet, stop_after=point)
@@ -221,6 +222,17 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
     return seeds
 
 
+def not_measured(seeds: list[Seed], measured: Set[tuple[int, ...]], longest: int) -> list[Seed]:
+    """The seeds that are not measured prompts, cut to `longest` tokens. Raises ConfigError where none is left."""
+    cut = {ids[:longest] for ids in measured}
+    left = [seed for seed in seeds if seed.ids not in cut]
+    if not left:
+        raise ConfigError("all prompts are those of --measure: what is learned tells nothing of others; give others")
+    if len(left) < len(seeds):
+        say_once(f"{len(seeds) - len(left)} of {len(seeds)} texts are left out: their prompts are those of --measure")
+    return left
+
+
 def dense(backend: ops.Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
     """A stored matrix, or several joined along O, decoded to float32 [O, K]."""
     if isinstance(w, tuple):
@@ -257,7 +269,7 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
 
 
 def write_all(
-    recipe: OwnRecipe, sources: Sources, folder: Path, learner: Learner, log: Log, longest: int, how: dict[str, Any]
+    recipe: OwnRecipe, seeds: list[Seed], folder: Path, learner: Learner, log: Log, longest: int, how: dict[str, Any]
 ) -> Own:
     """Load the target in `folder` and write its missing texts, for a learner. `how`: backend, device and quiet.
 
@@ -265,7 +277,6 @@ def write_all(
     written.
     """
     out = log.path.parent
-    seeds = read_seeds(recipe, sources, folder)
     begun = settle(recipe, learner.layers, checkpoint_path(out, learner.name), seeds)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)

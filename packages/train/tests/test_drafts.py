@@ -113,6 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(root / "target")
     prompts = [{"prompt": f"the loop ends when {i}"} for i in range(6)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    (root / "held.jsonl").write_text('{"prompt": "the loop ends when none"}\n')
     run(root, root / "usual", usual(root), measure=True)
     return root
 
@@ -134,8 +135,7 @@ def recipe_for(root: Path, **changes: Any) -> DraftRecipe:
 
 
 def run(root: Path, out: Path, recipe: DraftRecipe, measure: bool = False, **how: Any) -> dict[str, Any]:
-    prompts = root / "prompts.jsonl"
-    sources = Sources(prompts, measure=prompts if measure else None)
+    sources = Sources(root / "prompts.jsonl", measure=root / "held.jsonl" if measure else None)
     return run_draft(recipe, sources, out, quiet=True, measured_tokens=24, **how).results
 
 
@@ -271,7 +271,18 @@ def test_train_draft_from_flags(
 
 def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", "head", "--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
-    own = ["--layers", "1", "1", "2", "--draft-vocab-size", "100", "--unroll", "2", "--measure", argv[-1]]
+    own = [
+        "--layers",
+        "1",
+        "1",
+        "2",
+        "--draft-vocab-size",
+        "100",
+        "--unroll",
+        "2",
+        "--measure",
+        str(folder / "held.jsonl"),
+    ]
     assert main([*argv, "--out", str(tmp_path / "out"), *SMALL, *own]) == 0
     text = capsys.readouterr().out
     assert "drafts accepted" in text and f"--draft {tmp_path / 'out' / 'head'}" in text

@@ -203,6 +203,18 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path, change: dict[str,
     assert not (tmp_path / "out").exists()
 
 
+def test_measured_prompts_are_not_learned_from(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few, both = tmp_path / "few.jsonl", tmp_path / "both.jsonl"
+    few.write_text(GOOD)
+    both.write_text(GOOD + '{"prompt": "a list is not"}\n')
+    recipe = recipe_for(folder, texts=TextSettings(num_texts=4, prompt_tokens=32, new_tokens=24))
+    found = run(folder, tmp_path / "out", recipe, prompts=both, measure=few, stop_after=1)
+    assert found.results["texts"] == 2 and "2 of 4 texts are left out" in caplog.text
+    with pytest.raises(ConfigError, match="give others"):
+        run(folder, tmp_path / "none", recipe, prompts=few, measure=few)
+    assert not (tmp_path / "none").exists()
+
+
 GOOD = '{"prompt": "the sum of"}\n'
 
 
