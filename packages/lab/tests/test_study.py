@@ -133,6 +133,19 @@ def test_the_grid_of_a_size(name: str, size: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gain_is_over_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {"bf16": (10.0, 12.0), "fp8": (16.0, 19.2)}
+    rows = [
+        {"lengths": "2-1", "concurrency": 1, "on": on, "form": form, "first_p90": 1.0, "first_p90_each": [1.0]}
+        | {"tokens_per_s": speed, "tokens_per_s_each": [speed, 2 * speed]}
+        for form, pair in speeds.items()
+        for on, speed in zip((False, True), pair, strict=True)
+    ]
+    monkeypatch.setattr(serving, "load_rows", lambda _: rows)
+    made = [(row["gain"], row["gain_each"]) for row in serving.derive([])]
+    assert made == [(None, []), (pytest.approx(1.2), pytest.approx([1.2, 1.2]))] * 2
+
+
 def test_a_target_of_70b_by_its_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

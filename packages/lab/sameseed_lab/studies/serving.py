@@ -44,7 +44,8 @@ def derive(records: Records) -> list[Row]:
         row["low_off"] = None if row["on"] else row["low"]
         row["low_off_each"] = [speed / low["tokens_per_s"] for speed in row["tokens_per_s_each"]] if low else []
         row["first_on"] = row["first_p90"] if row["on"] else None
-        row["gain_each"], row["first_on_each"] = row["on_off_each"], row["first_p90_each"]
+        pairs = zip(row["tokens_per_s_each"], its["tokens_per_s_each"], strict=False) if its and row["on"] else ()
+        row["gain_each"], row["first_on_each"] = [mine / off for mine, off in pairs], row["first_p90_each"]
     return load + bench_rows([r for r in records if r["cell"] == "rounds"])
 
 
