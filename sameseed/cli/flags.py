@@ -223,7 +223,7 @@ class ProfileArgs:
     device: str = "cpu"  # cpu, cuda, cuda:1, ...
     repeats: int = 30  # the most runs of each pass; at least 3 are made
     seconds: float = 60.0  # time budget for all passes, repeats included
-    draft: Name = None  # a draft model's shape or folder, measured too
+    draft: Name = None  # a draft model, measured too: a shape, folder, GGUF file or hub id
     draft_formats: str = "auto"  # number formats of the draft's weights
     json: File = None  # write the profile there; - is standard output, without tables
     plot: Picture = None  # draw the curves, as PNG and as SVG beside it

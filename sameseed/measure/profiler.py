@@ -15,7 +15,7 @@ import numpy as np
 from sameseed import devices, ops
 from sameseed.cost.experts import counted
 from sameseed.errors import ConfigError
-from sameseed.measure import usage
+from sameseed.measure import shapes, usage
 from sameseed.measure.costs import PARTS, BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, ProfileGrid, TimedModel, cache_bytes
@@ -73,7 +73,8 @@ class Profiler:
         self.names: dict[str, str] = {}  # by role
         self.candidates = self._candidates("target", shape, model, grid.formats)
         if grid.draft is not None:
-            shape, model = (None, grid.draft) if Path(grid.draft).is_dir() else (grid.draft, None)
+            is_shape = grid.draft.lower() in (*shapes.SHAPES, "embedded")
+            shape, model = (grid.draft, None) if is_shape else (None, grid.draft)
             self.candidates += self._candidates("draft", shape, model, grid.draft_formats)
         self.interleaved = self._fits_together()
         self.peak_memory = 0

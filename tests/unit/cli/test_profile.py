@@ -45,6 +45,11 @@ def test_json_on_standard_output(capsys):
     assert data["costs"][0]["c"] == 1.0 and data["threads"] >= 1
 
 
+def test_a_draft_may_be_a_model_by_any_name(capsys):
+    assert run(f"--shape tiny {QUICK} --json - --draft embedded-draft") == 0
+    assert json.loads(capsys.readouterr().out)["draft"]["shape"]["name"] == "embedded-draft"
+
+
 def test_an_interruption_writes_what_there_is(capsys, monkeypatch):
     seconds = TimedModel.seconds
 
@@ -71,6 +76,7 @@ def test_a_busy_machine_is_named(capsys, monkeypatch):
     ("words", "said"),
     [
         ("--shape tinny", "no shape 'tinny'"), ("", "either a shape"),
+        (f"--shape tiny {QUICK} --draft x", "give a folder, a GGUF file"),
         ("--shape tiny --rows 1,x", "--rows takes whole numbers"), ("--shape tiny --plot p.pdf", "not as '.pdf'"),
         ("--shape tiny --json .", "another with --json"),
         ("--shape tiny --json /proc/none/p.json", "choose another with --json"),
