@@ -15,6 +15,7 @@ from typing import Any
 from sameseed import habits
 from sameseed.config import SpecConfig
 from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.hub import PACKAGED
 from sameseed.models.config import ASSETS, EMBEDDED, is_parallel, read_json
 from sameseed.models.head_config import is_head
 
@@ -84,7 +85,7 @@ def model_path(name: str) -> str:
     if name in EMBEDDED:
         return str(ASSETS / EMBEDDED[name])
     path = Path(os.path.expanduser(name))
-    if path.is_file() or name.endswith(".gguf"):
+    if path.is_file() or name.endswith(".gguf") or name in PACKAGED:
         raise ModelLoadError(f"vLLM serves Hugging Face folders, and {name} is a file; give the checkpoint's folder")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ModelLoadError(f"there is no model {name}; give a folder or a hub id like org/name")

@@ -15,6 +15,7 @@ from typing import Any
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, SameseedError
+from sameseed.hub import PACKAGED, packaged
 from sameseed.models.config import GGUF, is_parallel
 from sameseed.models.draft_format import draft_scheme
 from sameseed.models.head_config import is_block, is_head
@@ -27,6 +28,7 @@ STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-pr
 UNTESTED = "vLLM tests its table by batch size with EAGLE and DFlash heads, not with draft models: measure it"
 GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 GGUF_TYPES |= {"q2_k": "Q2_K", "q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
+GGUF_TYPES |= {name: name.upper() for name in ("q4_1", "q5_0", "q5_1", "iq4_nl")}
 GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -76,12 +78,18 @@ def _model_opt(tuned: Tuned) -> dict[str, Any]:
     }
 
 
+def _place(model: str) -> Path:
+    """A folder or GGUF file, or its name on the hub. Raises ModelLoadError."""
+    name = str(packaged(model)) if model in PACKAGED else model
+    return Path(name if name.endswith(GGUF) else vllm.model_path(name))
+
+
 def _draft_format(tuned: Tuned, model: str) -> str:
     """The format in which a draft was measured: as named, else as it follows its target's, where both are local."""
     chosen = tuned.chosen
     if chosen.draft_format not in (None, "auto"):
         return str(chosen.draft_format)
-    draft, target = (Path(m if m.endswith(GGUF) else vllm.model_path(m)) for m in (model, tuned.model.id))
+    draft, target = _place(model), _place(tuned.model.id)
     if draft.exists() and target.exists():
         with suppress(SameseedError):
             return str(draft_scheme(draft, target, QuantScheme.parse(chosen.format or "auto")))
@@ -116,7 +124,7 @@ def _kind(spec: SpecConfig) -> str:
         return spec.method
     if spec.model is None:
         return ""
-    path = Path(vllm.model_path(spec.model)) if not spec.model.endswith(".gguf") else Path(spec.model)
+    path = _place(spec.model)
     if spec.method == "block" or (path.is_dir() and is_head(path) and is_block(path)):
         return "block"
     return "head" if spec.method == "eagle" or (path.is_dir() and is_head(path)) else "model"
@@ -132,8 +140,7 @@ def _note_losses(chosen: Chosen, spec: SpecConfig, notes: list[str], engine: str
         )
     if chosen.draft_options:
         notes.append(f"--draft-options {json.dumps(dict(chosen.draft_options))} have no counterpart")
-    folder = spec.model if spec.model and not spec.model.endswith(GGUF) else None
-    if engine and (spec.method == "parallel" or (folder and is_parallel(Path(vllm.model_path(folder))))):
+    if engine and (spec.method == "parallel" or (spec.model and is_parallel(_place(spec.model)))):
         notes.append(f"{engine} has no parallel drafting: the draft writes a token a pass; measure again")
 
 
@@ -206,7 +213,7 @@ def _sglang(tuned: Tuned) -> Exported:
 def _llama_cpp(tuned: Tuned) -> Exported:
     chosen = tuned.chosen
     notes: list[str] = []
-    words = ["llama-server", "-m", _gguf(tuned.model.id, chosen.format, notes)]
+    words = ["llama-server", *_gguf(tuned.model.id, chosen.format, notes)]
     if chosen.kv_format not in (None, "auto"):
         if (kind := GGUF_KV.get(str(chosen.kv_format))) is not None:
             words += ["-ctk", kind, "-ctv", kind, "-fa", "on"]
@@ -219,7 +226,7 @@ def _llama_cpp(tuned: Tuned) -> Exported:
         kind = _kind(spec)
         words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
         if spec.model is not None:
-            words += ["-md", _gguf(spec.model, _draft_format(tuned, spec.model), notes)]
+            words += _gguf(spec.model, _draft_format(tuned, spec.model), notes, draft=True)
         words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]
     _note_losses(chosen, spec, notes, "llama.cpp")
     words += ["-np", str(chosen.max_num_seqs)] if chosen.max_num_seqs else []
@@ -230,16 +237,23 @@ def _llama_cpp(tuned: Tuned) -> Exported:
     return Exported((*words, "--metrics"), {}, {}, tuple(notes))
 
 
-def _gguf(model: str, number_format: str | None, notes: list[str]) -> str:
-    """The name of a model's GGUF file; notes how to make the file where the model is none."""
-    if model.endswith(".gguf"):
-        return model
-    folder, base = vllm.model_path(model), (number_format or "auto").partition("-")[0]
+def _gguf(model: str, number_format: str | None, notes: list[str], draft: bool = False) -> list[str]:
+    """Flags for a model's GGUF file, here or on the hub; notes how to make the file where there is none."""
+    here, there, file_there = ("-md", "-hfd", "-md") if draft else ("-m", "-hf", "-hff")
+    folder, base = _place(model), (number_format or "auto").partition("-")[0]
     kind = GGUF_TYPES.get(base, "BF16")
-    file = f"{Path(folder).name}-{kind}.gguf"
+    on_hub = not folder.exists() and not model.startswith((".", "/", "~"))
+    labelled = on_hub and (":" in folder.name or folder.name.lower().endswith("-gguf"))
+    if labelled or folder.suffix == GGUF:
+        if base != "auto" and not draft:
+            notes.append(f"--format {number_format}: the file is read as stored; llama-quantize makes one in {kind}")
+        if on_hub and model.count("/") == 2:
+            return [there, str(folder.parent), file_there, folder.name]
+        return [there if labelled else here, str(folder)]
+    file = f"{folder.name}-{kind}.gguf"
     like = "" if base in ("auto", *FLOATS) else f" ({kind} is the nearest to {number_format}, not the same)"
     notes.append(f"make {file}: python convert_hf_to_gguf.py {folder} --outfile {file} (llama-quantize: {kind}){like}")
-    return file
+    return [here, file]
 
 
 ENGINES: dict[str, Callable[[Tuned], Exported]] = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}

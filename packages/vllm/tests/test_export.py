@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sameseed.cli import main
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError
+from sameseed.hub import PACKAGED
 from sameseed.plan.profile_file import write
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
 from sameseed_vllm import flags as vllm
@@ -104,6 +105,35 @@ def test_llama_cpp_says_the_same() -> None:
     assert "-ctk q8_0 -ctv q8_0" in text and "-np 16 -c 8192 -t 3" in text
     assert any("convert_hf_to_gguf.py" in note for note in made.notes)
     assert "draft-simple" in export(with_(draft="embedded-draft"), "llama.cpp").command
+
+
+FILE = "-m target-Q4_1.gguf"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "words"),
+    [
+        ("org/m-GGUF:Q4_K_M", {}, "-hf org/m-GGUF:Q4_K_M"), ("org/m-GGUF", {}, "-hf org/m-GGUF"),
+        ("org/m/a.gguf", {}, "-hf org/m -hff a.gguf"), ("./some/a.gguf", {}, "-m some/a.gguf"),
+        ("embedded", {"draft": "org/m/a.gguf"}, "-hfd org/m -md a.gguf"), ("smollm2", {}, "-m {folder}/SmolLM2"),
+        ("embedded", {"draft": "smollm2"}, "-md {folder}/SmolLM2"), ("embedded", {"format": "q4_1-a8"}, FILE),
+    ],
+)  # fmt: skip
+def test_llama_cpp_finds_the_files_of_our_names(
+    model: str, changes: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / PACKAGED["smollm2"].file).touch()
+    monkeypatch.setenv("SAMESEED_MODELS", str(tmp_path))
+    made = export(dataclasses.replace(with_(**changes), model=TunedModel(model)), "llama.cpp")
+    assert words.format(folder=tmp_path) in " ".join(made.command)
+    if model == "smollm2":
+        with pytest.raises(ModelLoadError, match="give the checkpoint's folder"):
+            export(dataclasses.replace(tuned(), model=TunedModel(model)), "vllm")
+
+
+def test_a_gguf_file_measured_in_another_format_is_said() -> None:
+    made = dataclasses.replace(with_(format="w8a8"), model=TunedModel("org/m/a.gguf"))
+    assert "--format w8a8: the file is read as stored" in " ".join(export(made, "llama.cpp").notes)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
