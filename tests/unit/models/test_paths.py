@@ -13,7 +13,6 @@ from sameseed.spec.draft import Draft
 
 pytestmark = pytest.mark.bits
 
-VOCAB = 97
 KV_FORMATS = [n for n in registry.names("formats") if scheme.get(n).kv_dtype is not None]
 CODED = [n for n in KV_FORMATS if n != "fp32"]
 KEPT = [[], [0], [1, 4], [1, 4, 6], [0, 2, 3, 5]]  # paths of a tree
