@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import accumulate
 from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.unions import KINDS, Unions, are_apart, listed_values, target
+from sameseed.server.unions import ANNOTATIONS, KINDS, Unions, are_apart, listed_values
 
 TYPES = set(KINDS.values())
-ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
-ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator"}
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
 # grammar compiler would ignore them.
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
@@ -25,6 +23,12 @@ _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames"
 _OF_OBJECTS |= {"unevaluatedProperties", "patternProperties"}
 # Types that hold others: their keywords, the one that lists members, the one for their least number, and those for all
 # others. If the schema says nothing of its members, the grammar compiler may take it to be empty.
+_FULFILLED: dict[str, Callable[[Any, float], bool]] = {
+    "minLength": lambda value, bound: not isinstance(value, str) or len(value) >= bound,
+    "maxLength": lambda value, bound: not isinstance(value, str) or len(value) <= bound,
+    "minimum": lambda value, bound: not isinstance(value, int | float) or value >= bound,
+    "maximum": lambda value, bound: not isinstance(value, int | float) or value <= bound,
+}
 _OTHERS = {"patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties"}
 _HOLDERS = (
     ("object", _OF_OBJECTS, "properties", "minProperties", _OTHERS),
@@ -67,7 +71,9 @@ def check(schema: Any, name: str) -> str:
     if len(text) > limits.MAX_GRAMMAR:
         raise too_long
     schema = json.loads(text)  # a copy
-    _SchemaWalk(schema, name).schema(schema, "schema", 0)
+    walk = _SchemaWalk(schema, name)
+    walk.schema(schema, "schema", 0)
+    walk.repoint()
     return _ENCODER.encode(schema)
 
 
@@ -75,6 +81,15 @@ class _SchemaWalk:
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name, self._unions = root, name, Unions(root)
         self._num_nodes = self._num_values = self._num_patterns = self._num_copied = 0
+        self._references, self._checked = list[dict[str, Any]](), set[int]()  # the latter: ids
+
+    def repoint(self) -> None:
+        """Let references lead where they did before parts of the schema were moved. Raises ApiError 400."""
+        if any(id(self._unions.behind(node)) not in self._checked for node in self._references):
+            raise self._fault(
+                "schema", "has a '$ref' to what is no schema, or had to be rewritten; move that to '$defs'"
+            )
+        self._unions.repoint(self._references)
 
     def schema(self, node: Any, place: str, depth: int) -> None:
         """Check a schema and the schemas within it. `place`: its path, for errors."""
@@ -86,12 +101,19 @@ class _SchemaWalk:
             return
         if not isinstance(node, dict):
             raise self._fault(place, "must be an object; nothing matches false")
+        self._checked.add(id(node))
         for key in _BOUNDS.keys() & node.keys() if isinstance(node.get("anyOf"), list) else ():
             bound = node.pop(key)
             for form in node["anyOf"]:
                 if isinstance(form, dict) and form.get("type") in ("integer", "number"):
                     form.setdefault(_BOUNDS[key], bound)
         _modernize(node)
+        if isinstance(node.get("allOf"), list):
+            self._unions.merge(node)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if "type" in node and isinstance(node.get(key), list):
+                self._unions.spread_type(node, key)
+        _settle(node)
         for key in node:
             if key not in KNOWN and not key.startswith("x-"):
                 raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
@@ -100,7 +122,7 @@ class _SchemaWalk:
             others = sorted(k for k in keys - {whole} if not k.startswith("x-"))
             if others and not (others == ["type"] and whole in ("enum", "const") and _typed(node, whole)):
                 raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
-            self._whole(whole, node[whole], f"{place}.{whole}")
+            self._whole(whole, node, f"{place}.{whole}")
         else:
             self._plain(node, keys, place)
         for part, where in self._parts(node, place):
@@ -123,10 +145,12 @@ class _SchemaWalk:
             if key == "propertyNames" or node[key] not in (None, False):
                 yield node[key], f"{place}.{key}"
 
-    def _whole(self, key: str, value: Any, place: str) -> None:
+    def _whole(self, key: str, node: dict[str, Any], place: str) -> None:
+        value = node[key]
         if key == "$ref":
             # A reference must lead to a schema in the same document; nothing is fetched.
-            if target(self._root, value) is None:
+            self._references.append(node)
+            if self._unions.behind(node) is None:
                 raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
         elif key == "enum":
             if not isinstance(value, list) or not value:
@@ -168,6 +192,9 @@ class _SchemaWalk:
         for key in keys & _COUNTS:  # JSON Schema takes 5.0 for 5, the compiler does not
             if isinstance(node[key], float) and node[key].is_integer():
                 node[key] = int(node[key])
+        if "number" in types and isinstance(node.get("multipleOf"), int):  # then all its values are whole
+            types = [kind for kind in types if kind != "number"] + ["integer"] * ("integer" not in types)
+            node["type"] = types
         for key in keys & _OF_NUMBERS if "integer" in types else ():
             if isinstance(node[key], int | float) and not -(2**63) <= node[key] < 2**63:
                 raise self._fault(f"{place}.{key}", _TOO_LARGE)
@@ -195,7 +222,7 @@ class _SchemaWalk:
             raise self._fault(f"{place}.format", f"must be one of {', '.join(sorted(FORMATS))}")
         if "pattern" in node:
             node["pattern"] = self._pattern(node["pattern"], f"{place}.pattern")
-        elif known in _AS_PATTERNS:
+        elif "format" in node and known in _AS_PATTERNS:
             node["pattern"] = _AS_PATTERNS[known]
             del node["format"]
 
@@ -220,37 +247,46 @@ class _SchemaWalk:
         properties, required = node.get("properties", {}), node.get("required", [])
         if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
             raise self._fault(f"{place}.required", "must be a list of names")
-        if isinstance(properties, dict) and any(name not in properties for name in required):
+        missing = [name for name in required if name not in properties] if isinstance(properties, dict) else []
+        if missing and not isinstance(others := node.get("additionalProperties"), dict):
             raise self._fault(f"{place}.required", "names a property that 'properties' lacks")
+        if missing:
+            node["properties"] = properties | self._copies(missing, others, f"{place}.required")
 
     def _names(self, node: dict[str, Any], place: str) -> None:
         """Write rules for names as properties or patterns, which may have schemas of their values beside them."""
         names, values = node["propertyNames"], node.get("additionalProperties", True)
-        forms, properties = self._unions.plain(names), node.get("properties")
+        names = {} if names is True else names
         said = {key: value for key, value in names.items() if key not in ANNOTATIONS} if isinstance(names, dict) else {}
-        if said.pop("type", "string") != "string" or not (isinstance(names, dict) or names is True):
+        if not isinstance(names, dict) or said.pop("type", "string") != "string":
             raise self._fault(place, "must be an object of type 'string'")
-        listed = sorted(name for kind, name in listed_values(forms) if kind == "string")
+        _settle(said)
+        listed = sorted(name for kind, name in listed_values(self._unions.plain(names)) if kind == "string")
         if not said:
             del node["propertyNames"]
-        elif properties:
+        elif node.get("properties"):
             raise self._fault(place, "cannot be enforced beside schemas of properties")
-        elif listed:
-            self._num_copied += len(listed) * len(_ENCODER.encode(values))
-            if self._num_copied > limits.MAX_GRAMMAR:
-                raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
+        elif listed and said.keys() in ({"enum"}, {"const"}, {"$ref"}):
+            self._references += [names] if "$ref" in names else []
             del node["propertyNames"]
-            node |= {"properties": {name: deepcopy(values) for name in listed}, "additionalProperties": False}
+            node |= {"properties": self._copies(listed, values, place), "additionalProperties": False}
         elif isinstance(values, dict):
             self._string(said, ["string"], place)
             if said.keys() <= {"minLength", "maxLength"}:
-                said["pattern"] = f".{{{said.pop('minLength', 0)},{said.pop('maxLength', '')}}}"
+                said = {"pattern": f".{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}"}
             if said.keys() != {"pattern"}:
                 raise self._fault(place, "cannot be enforced beside schemas of properties")
             del node["propertyNames"]
             node |= {"patternProperties": {said["pattern"]: values}, "additionalProperties": False}
-        elif isinstance(names, dict):
+        else:
             names.setdefault("type", "string")
+
+    def _copies(self, names: list[str], values: Any, place: str) -> dict[str, Any]:
+        """Properties of these names, each with its own copy of a schema."""
+        self._num_copied += len(names) * len(_ENCODER.encode(values))
+        if self._num_copied > limits.MAX_GRAMMAR:
+            raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
+        return {name: deepcopy(values) for name in names}
 
     def _named_by_pattern(self, node: dict[str, Any], place: str) -> None:
         patterns = node["patternProperties"]
@@ -281,10 +317,16 @@ def _modernize(node: dict[str, Any]) -> None:
         types = types if isinstance(types, list) else [types]
         if node.pop("nullable") and "null" not in types:
             node["type"] = [*types, "null"]
+    if isinstance(node.get("properties"), dict) and not any(node.get(key) for key in {*_OTHERS, "minProperties"}):
+        required = node["required"] if isinstance(node.get("required"), list) else []
+        parts = node["properties"].items()  # what may not be there is left out: nothing else is generated
+        node["properties"] = {name: part for name, part in parts if name in required or not _is_never(part)}
     values = node["enum"] if "const" in node and isinstance(node.get("enum"), list) else []
     if values and json.dumps(node["const"]) in map(json.dumps, values):
         del node["enum"]  # earlier versions of pydantic write both
-    if "pattern" in node:
+    if node.get("contentEncoding") == "base64" and node.get("type") == "string" and "contentMediaType" not in node:
+        node.setdefault("pattern", f"^{_BASE64}$")
+    if "pattern" in node or node.get("contentEncoding") == "binary":
         for key in ("contentEncoding", "contentMediaType"):
             node.pop(key, None)
     for key in node.keys() & {"items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"}:
@@ -294,6 +336,18 @@ def _modernize(node: dict[str, Any]) -> None:
             node[key] = [part for part in node[key] if not _is_never(part)] or node[key]
     if isinstance(node.get("prefixItems"), list):  # the library takes no true there
         node["prefixItems"] = [{} if part is True else part for part in node["prefixItems"]]
+
+
+def _settle(node: dict[str, Any]) -> None:
+    """Leave out what all listed values fulfil."""
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if not isinstance(values, list):
+        return
+    node.pop("format", None)  # beside values it is a comment
+    for key in node.keys() & _FULFILLED.keys():
+        fulfilled, bound = _FULFILLED[key], node[key]
+        if type(bound) in (int, float) and all(fulfilled(value, bound) for value in values):
+            del node[key]
 
 
 def _is_never(part: Any) -> bool:
@@ -361,9 +415,9 @@ def _alternative(parts: list[str], begins: bool, ends: bool) -> str:
     return ("" if begins else _AROUND) + "".join(parts) + ("" if ends else _AROUND)
 
 
-_SET = r"\[\^?(?:\\.|[^\]\\])+\]|\\[dDwWsS]"
-_REPEATED = re.compile(rf"\^({_SET}|\.)([*+])\$")
-_NOT_EMPTY = re.compile(rf"\^?(?:{_SET}|\\.|[^\\()\[\]{{}}^$*+?|])(?![*?]|\{{[0,])")
+_ONE = r"\[\^?(?:\\.|[^\]\\])+\]|\\[dDwWsS]|[^\\()\[\]{}^$*+?|]"  # a part of a pattern that matches one character
+_REPEATED = re.compile(rf"\^({_ONE})([*+])\$")
+_NOT_EMPTY = re.compile(rf"\^?(?:{_ONE}|\\.)(?![*?]|\{{[0,])")
 
 
 def _fold_lengths(node: dict[str, Any]) -> None:

@@ -1,16 +1,22 @@
-"""References and unions of JSON schemas: whether the schemas of a `oneOf` exclude each other, so that it is `anyOf`."""
+"""References, unions and intersections in JSON schemas, written so that the grammar compiler follows them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from sameseed.server import limits
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 KINDS |= {list: "array", dict: "object"}
+ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
+ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator", "externalDocs", "xml"}
 _APART = {*KINDS.values()} - {"integer"}  # types that share no value
+_MERGED = {"type", "properties", "required", "additionalProperties"}
+_TYPED = {"type", "nullable", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # keywords that decide a value's type
 _ESCAPED = re.compile("(?:%[0-9A-Fa-f]{2})+")
 _REFERENCE = re.compile(r"#(/([^~%]|~[01]|%[0-9A-Fa-f]{2})*)?")
 Value = tuple[str, Any]  # a value and its type: to Python, 1 equals true
@@ -31,11 +37,98 @@ def target(root: Any, reference: Any) -> Any:
 
 
 class Unions:
-    """The unions of one document. It looks at a limited number of schemas; then nothing is told apart any more."""
+    """The references and unions of one document, of which parts may be moved meanwhile.
+
+    It looks at a limited number of schemas; then nothing is told apart any more.
+    """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._num_left = 4 * limits.MAX_SCHEMA_NODES
+        # Where each reference leads, by its id: it is kept here, so that no other object takes the id.
+        self._led = {id(n): (n, target(root, n["$ref"])) for n, _ in _objects(root) if "$ref" in n}
+
+    def behind(self, node: dict[str, Any]) -> Any:
+        """The schema that a reference leads to; None if there is none."""
+        return self._led[id(node)][1] if id(node) in self._led else target(self._root, node["$ref"])
+
+    def repoint(self, nodes: list[dict[str, Any]]) -> None:
+        """Rewrite references to what was moved."""
+        moved = [node for node in nodes if target(self._root, node["$ref"]) is not self.behind(node)]
+        places = {id(found): place for found, place in _objects(self._root)} if moved else {}
+        for node in moved:
+            node["$ref"] = places[id(self.behind(node))]
+
+    def merge(self, node: dict[str, Any]) -> None:
+        """Write `allOf` as one schema, if it is of objects whose properties differ or agree."""
+        forms = [form for form in node["allOf"] if not _says_nothing(form)]
+        node["allOf"] = forms = forms or node["allOf"][:1]
+        if len(forms) == 1 and not node.keys() - ANNOTATIONS - {"allOf"}:
+            return
+        values, own, required, closed = dict[str, Any](), set[int](), dict[str, None](), list[set[str]]()
+        parts = list(self._all_of(node, True, set()))
+        is_closed = parts[-1][0].pop("unevaluatedProperties", None) is False  # the schema's own, which sees all parts
+        for part, is_own in parts:
+            properties, names, others = part.get("properties", {}), part.get("required", []), "additionalProperties"
+            if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(properties, dict):
+                return
+            self._num_left -= len(properties)
+            if not _are_texts(names) or self._num_left < 0:
+                return
+            if any(not _are_equal(values[name], properties[name]) for name in values.keys() & properties.keys()):
+                return
+            for name, value in properties.items():
+                values.setdefault(name, value)
+            own |= {id(value) for value in properties.values()} if is_own else set()
+            required |= dict.fromkeys(names)
+            if part.get(others, True) is False:
+                closed.append(set(properties))
+            elif part.get(others, True) is not True:
+                return
+        if any(values.keys() - names for names in closed):
+            return
+        for key in node.keys() & {*_MERGED, "allOf", "unevaluatedProperties"}:
+            del node[key]
+        node |= {"type": "object", "required": [*required]}
+        if is_closed or closed:
+            node["additionalProperties"] = False
+        if values:
+            stays = {name for name, value in values.items() if id(value) in own or not isinstance(value, dict)}
+            node["properties"] = {name: v if name in stays else self._lead(v) for name, v in values.items()}
+
+    def spread_type(self, node: dict[str, Any], key: str) -> None:
+        """Write the type beside a union into its schemas, if it says the same there."""
+        said, forms = node["type"], node[key]
+        types = {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
+        types |= {"integer"} if "number" in types else set()
+        free = [form for form in forms if isinstance(form, dict) and not form.keys() & _TYPED]
+        others = [form for form in forms if not any(form is one for one in free)]
+        if all(types_of(plain) <= types for form in others for plain in self.plain(form)) and self._num_left >= 0:
+            for form in free:
+                form["type"] = said
+            del node["type"]
+
+    def _lead(self, value: dict[str, Any]) -> dict[str, Any]:
+        """A reference to a schema of the document; `repoint` writes where that is."""
+        node = {"$ref": "#"}
+        self._led[id(node)] = (node, value)
+        return node
+
+    def _all_of(self, node: Any, is_own: bool, seen: set[int], depth: int = 0) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The schemas that `allOf` brings together, without it, and whether each stands there itself; none twice."""
+        self._num_left -= 1
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        if not isinstance(node, dict) or depth > limits.MAX_SCHEMA_DEPTH:
+            yield {"$ref": None}, False  # nothing to merge
+        elif node.keys() - ANNOTATIONS == {"$ref"}:
+            yield from self._all_of(self.behind(node), False, seen, depth + 1)
+        else:
+            forms = node.get("allOf")
+            for form in forms if isinstance(forms, list) else ():
+                yield from self._all_of(form, is_own, seen, depth + 1)
+            yield {k: v for k, v in node.items() if k not in {*ANNOTATIONS, "allOf"} and k[:2] != "x-"}, is_own
 
     def exclude_each_other(self, branches: list[Any]) -> bool:
         """Whether no value matches two of these schemas."""
@@ -49,20 +142,23 @@ class Unions:
                 return False
         return True
 
-    def plain(self, part: Any, seen: set[int] | None = None) -> list[Any]:
+    def plain(self, part: Any) -> list[Any]:
         """The schemas that a schema stands for: those behind its references and in its unions, none twice."""
-        seen = set[int]() if seen is None else seen
-        self._num_left -= 1
-        if id(part) in seen or self._num_left < 0:
-            return []
-        seen.add(id(part))
-        if isinstance(part, dict) and "$ref" in part:
-            return self.plain(target(self._root, part["$ref"]), seen)
-        for key in ("anyOf", "oneOf", "allOf") if isinstance(part, dict) else ():
-            forms = part.get(key)
-            if isinstance(forms, list) and (key != "allOf" or len(forms) == 1):
-                return [plain for form in forms for plain in self.plain(form, seen)]
-        return [part]
+        found, seen, waiting = list[Any](), set[int](), [part]
+        while waiting and self._num_left >= 0:
+            part = waiting.pop()
+            self._num_left -= 1
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            unions = [part[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(part, dict) and key in part]
+            if isinstance(part, dict) and "$ref" in part:
+                waiting.append(self.behind(part))
+            elif unions and isinstance(unions[0], list) and (len(unions[0]) == 1 or "allOf" not in part):
+                waiting += unions[0]
+            else:
+                found.append(part)
+        return found
 
     def values(self, forms: list[Any], name: Any) -> set[Value]:
         """The values that schemas of objects list for a property; empty if one of them allows others."""
@@ -78,7 +174,7 @@ class Unions:
 
     def _objects_are_apart(self, rivals: list[list[Any]]) -> bool:
         """Whether the values of a property tell objects apart, or properties that each requires and no other allows."""
-        if any(not isinstance(form, dict) or form.get("type") != "object" for forms in rivals for form in forms):
+        if any(not isinstance(form, dict) or types_of(form) != {"object"} for forms in rivals for form in forms):
             return False
         required = [[_names(form, "required") for form in forms] for forms in rivals]
         shared = set.intersection(*(names for forms in required for names in forms))
@@ -91,6 +187,31 @@ class Unions:
         own = [{name for name in names if num_allowing[name] == 1} for names in allowed]
         told = [all(names & ours for names in forms) for forms, ours in zip(required, own, strict=True)]
         return told.count(False) < 2  # one of them needs no property of its own
+
+
+def _objects(root: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """The objects within a document, each with the reference to it."""
+    stack = [(root, "#")]
+    while stack:
+        node, place = stack.pop()
+        if isinstance(node, dict):
+            yield node, place
+            names = {key: key.replace("~", "~0").replace("/", "~1").replace("%", "%25") for key in node}
+            stack += [(part, f"{place}/{names[key]}") for key, part in node.items()]
+        elif isinstance(node, list):
+            stack += [(part, f"{place}/{i}") for i, part in enumerate(node)]
+
+
+def _says_nothing(form: Any) -> bool:
+    return form is True or (isinstance(form, dict) and not form.keys() - ANNOTATIONS)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # to Python, 1 equals true
+
+
+def _are_texts(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def are_apart(sets: list[set[Any]]) -> bool:
@@ -107,15 +228,19 @@ def _kind(value: Any) -> str:
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else KINDS[type(value)]
 
 
-def _kinds(form: Any) -> set[str]:
-    """The types of a schema's values, without "integer", which is a number."""
+def types_of(form: Any) -> set[str]:
+    """The types of a schema's values; all of them if it does not say."""
     if (values := _enumerated(form)) is not None:
-        return set(map(_kind, values))
+        return {KINDS[type(value)] for value in values}
     said = form.get("type") if isinstance(form, dict) and not form.get("nullable") else None
     said = [said] if isinstance(said, str) else said
-    if not isinstance(said, list) or not all(isinstance(kind, str) for kind in said):
-        return _APART
-    return {"number" if kind == "integer" else kind for kind in said}
+    known = isinstance(said, list) and all(isinstance(kind, str) for kind in said)
+    return {*said} if known and said else {*KINDS.values()}
+
+
+def _kinds(form: Any) -> set[str]:
+    """The types of a schema's values, without "integer", which is a number."""
+    return {"number" if kind == "integer" else kind for kind in types_of(form)}
 
 
 def listed_values(forms: list[Any]) -> set[Value]:

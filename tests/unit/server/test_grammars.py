@@ -344,6 +344,25 @@ WRITTEN = [
     ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, ["[1]"], ["[1,1]", '["a"]']),
     ({"type": "array", "items": [{"const": 1}, True], "additionalItems": {"const": 0}}, ["[1,2,0]"], ["[1,2,3]"]),
     ({"type": "integer", "minimum": 1, "exclusiveMinimum": True}, ["2"], ["1"]),
+    ({"type": "integer", "format": "int32", "enum": [1, 3], "maximum": 3}, ["3"], ["2"]),
+    ({"type": "number", "multipleOf": 5}, ["10", "0"], ["7", "0.5"]),
+    ({"type": "string", "contentEncoding": "base64"}, ['"YQ=="'], ['"a b"']),
+    ({"type": "string", "anyOf": [{"format": "ipv4"}, {"maxLength": 1}]}, ['"1.1.1.1"', '"a"'], ['"ab"', "1"]),
+    (NAMED | {"required": ["a"]}, ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"a":"x"}']),
+    ({"type": "object", "properties": {"a": {"not": {}}, "b": {}}}, ["{}", '{"b":1}'], ['{"a":1}']),
+    (
+        {
+            "allOf": [{"$ref": "#/$defs/pet"}, {"description": "says nothing"}],
+            "properties": {"age": {"$ref": "#/$defs/pet/allOf/0/properties/id"}},
+            "required": ["age"],
+            "$defs": {"pet": {"allOf": [arm("id", {"type": "integer"}, "id"), arm("tag", DAY | {"pattern": "^a"})]}},
+        },
+        ['{"id":1,"tag":"ab","age":2}', '{"id":1,"age":2}'],
+        ['{"id":1}', '{"id":"x","age":2}', '{"id":1,"tag":"ba","age":2}', '{"id":1,"age":"x"}'],
+    ),
+    ({"allOf": [arm("a", {}, **CLOSED), arm("a", {})], "unevaluatedProperties": False}, ['{"a":1}', "{}"], ['{"b":1}']),
+    ({"prefixItems": [{"$ref": "#/prefixItems/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
+    ({"items": [{"$ref": "#/items/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"type": "string", "nullable": True}, ['"a"', "null"], ["1"]),
     ({"anyOf": [{"not": {}}, {"const": "a", "enum": ["a"], "type": "string"}]}, ['"a"'], ['"b"']),
     (
@@ -354,7 +373,7 @@ WRITTEN = [
     (
         {
             "oneOf": [{"$ref": "#/$defs/a"}, {"oneOf": [arm("k", {"const": False}, "k"), arm("k", {"const": 1}, "k")]}],
-            "$defs": {"a": arm("k", {"$ref": "#/$defs/a/x-kind"}, "k") | {"x-kind": {"const": True}}},
+            "$defs": {"a": arm("k", {"$ref": "#/$defs/kind"}, "k"), "kind": {"const": True}},
         },
         ['{"k":true}', '{"k":false}', '{"k":1}'],
         ['{"k":2}', "{}"],

@@ -83,13 +83,21 @@ REFUSED = [
     ("patternProperties", {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {}}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
     ("$dynamicRef", {"$dynamicRef": "#a"}),
-    ("contentEncoding", {"type": "string", "contentEncoding": "base64"}),
+    ("contentEncoding", {"type": "string", "contentEncoding": "quoted-printable"}),
     ("minimun", {"type": "integer", "minimun": 3}),
-    ("properties.a.not", {"type": "object", "properties": {"a": {"not": {}}}}),
+    ("properties.a.not", {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}),
     ("anyOf[1].not", {"anyOf": [{"type": "null"}, {"not": {"type": "string"}}]}),
     ("properties", {"anyOf": [{"type": "object"}], "properties": {"a": {}}}),
     ("minimum", {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}),
     ("allOf", {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}),
+    ("allOf", {"allOf": [NAME, {**NAME, "properties": {"name": {"type": "integer"}}}]}),
+    ("properties", {"allOf": [{"type": "object", "additionalProperties": False}], "properties": {"a": {}}}),
+    ("type", {"type": "string", "anyOf": [{"type": "integer"}]}),
+    ("maxLength", {"type": "string", "enum": ["ab"], "maxLength": 1}),
+    (
+        "propertyNames",
+        {"type": "object", "propertyNames": {"enum": ["ab"], "maxLength": 1}, "additionalProperties": {}},
+    ),
     ("type", {"enum": ["a", 1], "type": "string"}),
     ("minLength", {"minLength": 3}),
     ("minimum", {"minimum": 3}),
@@ -117,7 +125,8 @@ REFUSED = [
     ("pattern", {"type": "object", "propertyNames": {"pattern": '"'}}),
     ("$ref", {"$ref": "http://example.org/schema"}),
     ("$ref", {"$ref": "#/$defs/none"}),
-    ("properties", {"type": "object", "properties": {"a": False}}),
+    ("properties", {"type": "object", "properties": {"a": False}, "required": ["a"]}),
+    ("$ref", {"$ref": "#/x-place", "x-place": {"not": {}}}),
     ("too large", nested(limits.MAX_SCHEMA_DEPTH + 1)),
     ("enum", {"enum": list(range(limits.MAX_ENUM + 1))}),
     ("too large", {"type": "object", "properties": {f"p{i}": {} for i in range(limits.MAX_SCHEMA_NODES + 1)}}),
@@ -238,6 +247,12 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused():
         except ApiError as error:
             assert error.status == 400
     assert 200 < taken < 3_800
+
+
+def test_a_long_chain_of_references_is_followed():
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1500)}
+    schema = {"oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}], "$defs": {**chain, "a1500": {"type": "null"}}}
+    assert "anyOf" in json.loads(schemas.check(schema, "x"))
 
 
 def test_lengths_are_patterns_in_gemmas_style_and_values_stay():
