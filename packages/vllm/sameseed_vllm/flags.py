@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -210,14 +211,18 @@ def stored_scheme(config: Mapping[str, Any]) -> str | None:
     if found.get("quant_method") in ("gptq", "awq"):
         group = found.get("group_size", 128)  # -1: one scale per output
         return f"w{found.get('bits', 4)}a16" + (f"-g{group}" if group > 0 else "")
+    if found.get("bnb_4bit_quant_type") == "nf4":
+        return "nf4-dq" if found.get("bnb_4bit_use_double_quant") else "nf4"
     groups = list((found.get("config_groups") or {}).values())
     if len(groups) != 1:
         return str(found.get("quant_method"))
     weights, rows = groups[0]["weights"], groups[0].get("input_activations")
-    if weights.get("type") == "float" and weights["num_bits"] == 8:
-        return "fp8"
+    if weights.get("type") == "float":
+        name = "fp8" if weights["num_bits"] == 8 else str(found.get("format")).partition("-")[0]  # mxfp4, nvfp4
+        return name + ("-a8" if rows else "") + ("-b128" if weights.get("strategy") == "block" else "")
     name = f"w{weights['num_bits']}a{rows['num_bits'] if rows else 16}"
-    return f"{name}-g{weights['group_size']}" if weights.get("group_size") else name
+    group = f"-g{weights['group_size']}" if weights.get("group_size") else ""
+    return name + group + ("" if weights.get("symmetric", True) else "-asym")
 
 
 def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
@@ -229,7 +234,8 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
     made: list[str] = []
     config = Path(folder) / "config.json"
     stored = stored_scheme(read_json(config)) if config.is_file() else None
-    if asked != "auto" and asked != stored:
+    short = re.sub("-[gb][0-9]+", "", stored or "")  # a name without groups or blocks takes any
+    if asked not in ("auto", stored, short, short.partition("-")[0]):
         if asked not in DTYPES or stored is not None:
             raise ConfigError(
                 f"vLLM serves weights as the checkpoint stores them ({stored or 'not quantized'}), not as --format "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,15 @@ def checkpoint(folder: Path, quantization: dict[str, Any] | None) -> str:
 
 W4 = {"num_bits": 4, "type": "int", "group_size": 128}
 W8 = {"num_bits": 8, "type": "int"}
+FP8 = {"num_bits": 8, "type": "float"}
 STORED = [
     ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": W4}}}, "w4a16-g128"),
     ({"config_groups": {"g": {"weights": W8, "input_activations": {"num_bits": 8}}}}, "w8a8"),
-    ({"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "fp8"),
+    ({"config_groups": {"g": {"weights": {**W4, "symmetric": False}}}}, "w4a16-g128-asym"),
+    ({"config_groups": {"g": {"weights": FP8}}}, "fp8"),
+    ({"config_groups": {"g": {"weights": {**FP8, "strategy": "block"}, "input_activations": FP8}}}, "fp8-a8-b128"),
+    ({"format": "mxfp4-pack-quantized", "config_groups": {"g": {"weights": {**FP8, "num_bits": 4}}}}, "mxfp4"),
+    ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4-dq"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "w4a16-g32"),
     ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "w4a16"),
     ({"quant_method": "awq", "bits": 4, "group_size": 128}, "w4a16-g128"),
@@ -166,7 +172,8 @@ STORED = [
 @pytest.mark.parametrize(("config", "scheme"), STORED)
 def test_a_format_that_the_checkpoint_has_is_no_change(config: dict[str, Any], scheme: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "q", config)
-    assert arguments(folder, format=scheme) == arguments(folder) == [folder, *HEAD[1:]]
+    for asked in (scheme, re.sub("-[gb][0-9]+", "", scheme), scheme.partition("-")[0]):
+        assert arguments(folder, format=asked) == arguments(folder) == [folder, *HEAD[1:]]
     with pytest.raises(ConfigError, match=f"stores them \\({scheme}\\), not as --format w2a2"):
         arguments(folder, format="w2a2")
     with pytest.raises(ConfigError, match="not as --format bf16"):
