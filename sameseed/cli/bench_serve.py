@@ -11,7 +11,7 @@ from typing import Any
 
 from sameseed.cli.console import check_outputs, keep, note, progress, show_table, stdout_console
 from sameseed.cli.flags import DEFAULT_LENGTHS, BenchServeArgs
-from sameseed.cli.options import Parsed, numbers, words
+from sameseed.cli.options import Parsed, numbers, unread, words
 from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
@@ -72,13 +72,17 @@ async def _measure(args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSett
 def _settings(args: BenchServeArgs) -> LoadSettings:
     """The settings of the load. Raises ConfigError."""
     if args.prompts in ("text", "random"):
+        unread(args, ("max_tokens",), "--lengths are those of built-in prompts and of their answers")
         shapes = [parse_shape(text, args.scale) for text in words(",".join(args.lengths))]
     else:
+        unread(args, ("lengths", "scale"), "prompts of a file are sent as they are, and --max-tokens ends answers")
         read_prompts(Path(args.prompts))
         shapes = [Shape(None, args.max_tokens)]
     if args.rates:
+        unread(args, ("concurrency",), "--rates send requests whether or not others are answered")
         levels = [LoadLevel(rate=r, burstiness=args.burstiness) for r in numbers("rates", ",".join(args.rates), float)]
     else:
+        unread(args, ("burstiness",), "it is of requests that arrive by --rates")
         levels = [LoadLevel(concurrency=c) for c in numbers("concurrency", ",".join(args.concurrency))]
     if not shapes or not levels:
         raise ConfigError(f"--{'lengths' if not shapes else 'concurrency'} is empty; give at least one value")

@@ -30,6 +30,8 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     args, engine = parsed.args, parsed.engine
     if args.name is not None and args.compare:
         raise ConfigError("give the models to --compare, and no other")
+    if (args.name or args.compare) and engine.model != "embedded" and engine.settings["profile"] is None:
+        raise ConfigError(f"leave out --model {engine.model}: {args.name or '--compare'} names what is evaluated")
     asked = EvalSettings(words(args.tasks), **{name: getattr(args, name) for name in SAME})
     check_outputs((args.out, "--out"))
     if args.compare:

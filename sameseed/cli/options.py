@@ -290,6 +290,13 @@ def _checked(spec: SpecConfig, target: str) -> SpecConfig:
     return dataclasses.replace(spec, model=name, below=below)
 
 
+def unread(args: Any, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError for a flag among `names` that was given, though nothing reads it beside the others."""
+    given = next((f.name for f in fields(args) if f.name in names and getattr(args, f.name) != f.default), None)
+    if given is not None:
+        raise ConfigError(f"leave out {flag(given)}: {why}")
+
+
 def stdin_text(what: str) -> str:
     """All of standard input. Raises RequestError if it is a terminal, or not UTF-8. `what`: its name in the error."""
     if sys.stdin is None or sys.stdin.isatty():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sameseed.cli.console import progress, show_table, stdout_console
 from sameseed.cli.flags import QuantizeArgs
-from sameseed.cli.options import Parsed
+from sameseed.cli.options import Parsed, unread
 from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
@@ -26,6 +26,10 @@ def run(parsed: Parsed[QuantizeArgs]) -> int:
         raise ConfigError("-o is missing; e.g. sameseed quantize embedded --scheme w4a16 -o runs/w4a16")
     if args.head_for is not None:
         return _turn_head(args, args.head_for, args.out)
+    unread(args, ("original",), "it is the first target of a head, for --head-for")
+    unread(
+        args, () if args.budget else ("candidates",), "only --budget chooses from them; --scheme says what is stored"
+    )
     given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
     given["options"] = parse_options(args.options)
     given["candidates"] = tuple(c.strip() for c in args.candidates.split(",") if c.strip())
@@ -40,11 +44,8 @@ def run(parsed: Parsed[QuantizeArgs]) -> int:
 
 def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
     own = {"model", "out", "head_for", "original", "overwrite", "json"}
-    idle = next((f.name for f in fields(args) if f.name not in own and getattr(args, f.name) != f.default), None)
-    if idle is not None:
-        raise ConfigError(
-            f"--head-for turns a head and no more; leave out --{idle} (--draft-format stores it in few bits)"
-        )
+    others = {f.name for f in fields(args)} - own
+    unread(args, others, "--head-for turns a head and no more (--draft-format stores it in few bits)")
     original = None if args.original is None else resolve_model(args.original)
     folder = turn_head(resolve_model(args.model), target, out, original, args.overwrite)
     print(json.dumps({"folder": str(folder)}) if args.json else f"{folder}: a head for {target}")

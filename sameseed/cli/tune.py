@@ -11,8 +11,7 @@ from rich.table import Table
 from sameseed import registry
 from sameseed.cli.console import check_outputs, load_llm, show_table, stages, stdout_console
 from sameseed.cli.flags import TuneArgs
-from sameseed.cli.options import Parsed, companion, draft_choice, numbers, shipped
-from sameseed.errors import ConfigError
+from sameseed.cli.options import Parsed, companion, draft_choice, numbers, shipped, unread
 from sameseed.measure.quality.data import text_of
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.grid import TuneRequest, parse_slo
@@ -31,8 +30,7 @@ def run(parsed: Parsed[TuneArgs]) -> int:
     args = parsed.args
     if args.engine == "vllm":
         return int(companion("vllm").tune(args))
-    if args.url is not None:
-        raise ConfigError("--url is for --engine vllm: sameseed's own engine is started here")
+    unread(args, ("url", "cost", "api_key_file"), "it is for --engine vllm; sameseed's own engine is started here")
     before = None if args.check is None else Tuned.read(args.check)
     asked = requested(args) if before is None else again(requested(args), before)
     check_outputs((args.out if before is None else None, "-o"), plot=args.plot)

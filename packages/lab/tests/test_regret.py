@@ -75,6 +75,7 @@ def test_the_command_runs_the_whole_grid(tmp_path: Path, capsys: pytest.CaptureF
     prompts, records = tmp_path / "prompts.txt", tmp_path / "records.jsonl"
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
     argv = f"regret embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --records {records}"
+    assert main([*argv.split(), "--plot", "p.png"]) == 2 and "leave out --plot" in capsys.readouterr().err
     assert main(argv.split()) == 0
     assert "best on the prompts held out" in capsys.readouterr().out
     assert json.loads(records.read_text())["errors"]["count"] == 7

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from sameseed.cli.flags import TuneArgs
-from sameseed.cli.options import option, parse
+from sameseed.cli.options import option, parse, unread
 from sameseed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class RegretArgs(TuneArgs):
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, measure, show; exit code 1 if an output differed from plain decoding's."""
     args = parse(RegretArgs, argv, prog).args
+    unread(args, ("engine", "url", "cost", "api_key_file"), "regret is measured of sameseed's own engine")
+    unread(args, ("out", "check", "plot"), "regret writes no profile; --records keeps the result")
     from sameseed.cli.console import check_outputs, keep, stages
     from sameseed.cli.tune import load, requested, show
     from sameseed.plan.tune import as_tuned, tune
