@@ -213,16 +213,26 @@ def stored_scheme(config: Mapping[str, Any]) -> str | None:
         return f"w{found.get('bits', 4)}a16" + (f"-g{group}" if group > 0 else "")
     if found.get("bnb_4bit_quant_type") == "nf4":
         return "nf4-dq" if found.get("bnb_4bit_use_double_quant") else "nf4"
-    groups = list((found.get("config_groups") or {}).values())
-    if len(groups) != 1:
-        return str(found.get("quant_method"))
-    weights, rows = groups[0]["weights"], groups[0].get("input_activations")
+    layout, groups = str(found.get("format")), (found.get("config_groups") or {}).values()
+    names = {_group_scheme(group, group.get("format") or layout) for group in groups}
+    names = names if len(names) == 1 else {_any_group(name) for name in names}
+    return names.pop() if len(names) == 1 else str(found.get("quant_method"))
+
+
+def _group_scheme(group: Mapping[str, Any], layout: str) -> str:
+    """The scheme of a group of compressed-tensors, by sameseed's name."""
+    weights, rows = group["weights"], group.get("input_activations")
     if weights.get("type") == "float":
-        name = "fp8" if weights["num_bits"] == 8 else str(found.get("format")).partition("-")[0]  # mxfp4, nvfp4
+        name = "fp8" if weights["num_bits"] == 8 else layout.partition("-")[0]  # mxfp4, nvfp4
         return name + ("-a8" if rows else "") + ("-b128" if weights.get("strategy") == "block" else "")
-    name = f"w{weights['num_bits']}a{rows['num_bits'] if rows else 16}"
-    group = f"-g{weights['group_size']}" if weights.get("group_size") else ""
-    return name + group + ("" if weights.get("symmetric", True) else "-asym")
+    size = f"-g{weights['group_size']}" if weights.get("group_size") else ""
+    asym = "" if weights.get("symmetric", True) else "-asym"
+    return f"w{weights['num_bits']}a{rows['num_bits'] if rows else 16}{size}{asym}"
+
+
+def _any_group(scheme: str) -> str:
+    """The scheme without its groups or blocks, which stands for any of them."""
+    return re.sub("-[gb][0-9]+", "", scheme)
 
 
 def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
@@ -234,7 +244,7 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
     made: list[str] = []
     config = Path(folder) / "config.json"
     stored = stored_scheme(read_json(config)) if config.is_file() else None
-    short = re.sub("-[gb][0-9]+", "", stored or "")  # a name without groups or blocks takes any
+    short = _any_group(stored or "")
     if asked not in ("auto", stored, short, short.partition("-")[0]):
         if asked not in DTYPES or stored is not None:
             raise ConfigError(

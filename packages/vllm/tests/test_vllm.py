@@ -159,6 +159,7 @@ STORED = [
     ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": W4}}}, "w4a16-g128"),
     ({"config_groups": {"g": {"weights": W8, "input_activations": {"num_bits": 8}}}}, "w8a8"),
     ({"config_groups": {"g": {"weights": {**W4, "symmetric": False}}}}, "w4a16-g128-asym"),
+    ({"config_groups": {"g": {"weights": W4}, "h": {"weights": {**W4, "group_size": 64}}}}, "w4a16"),
     ({"config_groups": {"g": {"weights": FP8}}}, "fp8"),
     ({"config_groups": {"g": {"weights": {**FP8, "strategy": "block"}, "input_activations": FP8}}}, "fp8-a8-b128"),
     ({"format": "mxfp4-pack-quantized", "config_groups": {"g": {"weights": {**FP8, "num_bits": 4}}}}, "mxfp4"),
