@@ -162,8 +162,14 @@ async def test_errors_stay_in_sight():
 
 
 async def test_a_server_that_refuses_every_request_ends_the_test():
-    with pytest.raises(ConfigError, match=r"refuses every request, with HTTP 400.*no such thing"):
+    with pytest.raises(ConfigError, match=r"refuses every request, with HTTP 400.*no such thing.*--strict"):
         await measure(Fake(status=400), SETTINGS, [Endpoint("server", "http://fake")])
+
+
+async def test_no_answer_is_compressed():
+    """Its chunks are kept as they come."""
+    async with wire.open_client("key", 1, 1.0) as client:
+        assert client.headers["accept-encoding"] == "identity" and client.headers["authorization"] == "Bearer key"
 
 
 async def test_a_server_that_loads_is_waited_for(monkeypatch):
