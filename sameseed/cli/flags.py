@@ -36,7 +36,7 @@ def axis(flag: str, hint: str | None = None) -> Any:
 class GenerateArgs:
     """Continue a prompt; the text streams to stdout, a summary goes to stderr."""
 
-    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # the prompt; else --file, else standard input
+    prompt: Annotated[str | None, Positional, option("[PROMPT]")] = None  # else --file, else standard input (-)
     file: File = None  # read the prompt from a file
     chat: Switch = False  # put the prompt as a user's message into the model's chat template
     system: Text = None  # a system message before the prompt (with --chat)

@@ -35,7 +35,7 @@ def read_prompt(args: GenerateArgs) -> str:
         raise RequestError("a prompt and --file were given; leave one out")
     if args.system is not None and not args.chat:
         raise RequestError("--system needs --chat: only a chat template knows system messages")
-    if args.prompt is not None:
+    if args.prompt is not None and args.prompt != "-":
         text = args.prompt
     elif args.file is not None:
         try:

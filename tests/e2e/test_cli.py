@@ -86,10 +86,12 @@ def test_prompt_from_file_and_from_stdin(cli, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("the sum of\n", encoding="utf-8-sig")
     _, expected, _ = cli("generate", "the sum of", "--max-tokens", "12", "--json")
     _, from_file, _ = cli("generate", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "12", "--json")
-    monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt.txt").open())
-    _, from_stdin, _ = cli("generate", "--max-tokens", "12", "--json")
-    ids = [json.loads(line)["token_ids"] for line in (expected, from_file, from_stdin)]
-    assert ids[0] == ids[1] == ids[2]
+    read = [expected, from_file]
+    for named in ([], ["-"]):
+        monkeypatch.setattr(sys, "stdin", (tmp_path / "prompt.txt").open())
+        read.append(cli("generate", *named, "--max-tokens", "12", "--json")[1])
+    ids = [json.loads(line)["token_ids"] for line in read]
+    assert ids == [ids[0]] * 4
 
 
 def test_chat_reads_turns_from_a_pipe(cli, tmp_path, monkeypatch):
