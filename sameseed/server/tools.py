@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -393,7 +393,7 @@ def _xml(body: str, tools: Tools) -> list[Call]:
             name, inner = part[1].strip(), inner[part.end() :]
             value = part[2].removeprefix("\n").removesuffix("\n")
             schema = tools[function[1]]
-            arguments[name] = _typed(value, (schema.get("properties") or {}).get(name), schema)
+            arguments[name] = _typed(value, {"anyOf": _of_property(schema, name)}, schema)
         members = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in arguments.items())
         calls.append(Call(function[1], "{" + ", ".join(members) + "}"))
     return calls
@@ -413,18 +413,37 @@ def _typed(text: str, schema: Any, root: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kinds(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """The types that a schema allows, through at most `depth` references and unions; none if it does not say."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    said, reference = schema.get("type", []), schema.get("$ref")
-    kinds = {kind for kind in [said, *_list(said)] if isinstance(kind, str)}
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    kinds |= {KINDS[type(value)] for value in values}
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(key))]
-    if isinstance(reference, str):
-        parts.append(target(root, reference))
-    return kinds.union(*(_kinds(part, root, depth - 1) for part in parts))
+def _of_property(schema: Any, name: str) -> list[Any]:
+    """The schemas that a property may have by the schema of its object."""
+    found = list[Any]()
+    for form in _forms(schema, schema):
+        named, patterns = form.get("properties"), form.get("patternProperties")
+        others = [form.get("additionalProperties"), *(patterns.values() if isinstance(patterns, dict) else ())]
+        found += [named[name]] if isinstance(named, dict) and name in named else others
+    return found
+
+
+def _kinds(schema: Any, root: Any) -> set[str]:
+    """The types that a schema allows; none if it does not say."""
+    kinds = set[str]()
+    for form in _forms(schema, root):
+        said = form.get("type", [])
+        kinds |= {kind for kind in [said, *_list(said)] if isinstance(kind, str)}
+        values = [*_list(form.get("enum")), *([form["const"]] if "const" in form else [])]
+        kinds |= {KINDS[type(value)] for value in values}
+    return kinds
+
+
+def _forms(schema: Any, root: Any) -> Iterator[dict[str, Any]]:
+    """A schema and those in its unions and behind its references, each once."""
+    seen, waiting = set[int](), [schema]
+    while waiting:
+        form = waiting.pop()
+        if isinstance(form, dict) and id(form) not in seen:
+            seen.add(id(form))
+            yield form
+            waiting += [part for key in ("anyOf", "oneOf", "allOf") for part in _list(form.get(key))]
+            waiting.append(target(root, form.get("$ref")))
 
 
 def _list(value: Any) -> list[Any]:

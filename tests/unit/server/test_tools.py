@@ -17,7 +17,8 @@ from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 
 TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
 TYPES |= {"at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "scale": {"type": ["number", "null"]}}
-SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}, "my-tool-2": {}}
+FREE = {"allOf": [{"properties": {"on": {"type": "boolean"}}}], "additionalProperties": {"type": "number"}}
+SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}, "my-tool-2": FREE}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
 LONG = json.dumps({"text": "</tool_call> {[" * 40})
@@ -73,6 +74,11 @@ CALLS = [
         "qwen3_coder",  # numbers stay as they were written
         '<function=get><parameter=scale> 1e999</parameter><parameter=at>{"a": "\\ud800"}</parameter></function>',
         [Call("get", '{"scale": 1e999, "at": "{\\"a\\": \\"\\\\ud800\\"}"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=my-tool-2><parameter=on>true</parameter><parameter=other>5</parameter></function>",
+        [Call("my-tool-2", '{"on": true, "other": 5}')],
     ),
     (
         "qwen3_coder",  # models leave out the opening mark
