@@ -13,14 +13,35 @@ namespace {
 
 constexpr int64_t panel_rows = 512;  // rows whose pairs are in memory at a time
 
-// The slots of one row: experts by descending logit (ties: the lower expert first) and their weights.
-void choose_experts(const float* logits, int64_t num_experts, int64_t top_k, bool normalize, int32_t* chosen, float* weights) {
+// Experts by descending key; of equal keys, that of the lower expert comes first.
+void choose_best(const float* keys, int64_t num_experts, int64_t top_k, int32_t* chosen) {
     for (int64_t j = 0; j < top_k; j++) {
         int32_t best = -1;
         for (int32_t e = 0; e < num_experts; e++)
-            if (std::find(chosen, chosen + j, e) == chosen + j && (best < 0 || logits[e] > logits[best])) best = e;
+            if (std::find(chosen, chosen + j, e) == chosen + j && (best < 0 || keys[e] > keys[best])) best = e;
         chosen[j] = best;
     }
+}
+
+// As below, for weights that are sigmoids; logits are overwritten.
+void choose_by_sigmoids(const Experts& a, float* logits, int64_t num_experts, int32_t* chosen, float* weights) {
+    const auto sigmoid = [](float x) { return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(x)))); };
+    thread_local std::vector<float> scores;
+    scores.resize(static_cast<size_t>(num_experts));
+    for (int64_t e = 0; e < num_experts; e++) {
+        scores[e] = sigmoid(logits[e]);
+        logits[e] = scores[e] + a.chosen_by[e];
+    }
+    choose_best(logits, num_experts, a.top_k, chosen);
+    float sum = 0.0f;
+    for (int64_t j = 0; j < a.top_k; j++) sum += weights[j] = scores[chosen[j]];
+    const float divisor = a.normalize ? sum + 1e-6f : 1.0f;
+    for (int64_t j = 0; j < a.top_k; j++) weights[j] = weights[j] / divisor * a.factor;
+}
+
+// The slots of one row: experts by descending logit and their weights.
+void choose_experts(const float* logits, int64_t num_experts, int64_t top_k, bool normalize, int32_t* chosen, float* weights) {
+    choose_best(logits, num_experts, top_k, chosen);
     const float top = logits[chosen[0]];
     // In double, so that every machine's library gives the same float.
     const auto exponential = [&](float x) { return static_cast<float>(std::exp(static_cast<double>(x - top))); };
@@ -57,8 +78,13 @@ void panel(const Experts& a, int64_t begin, int64_t rows) {
     source.x = x, source.stride = depth, source.index_limit = rows;
     linear(Product{source, a.router, a.router_bias, nullptr, logits, rows});
     by_rows(rows, num_experts * k, [&](int64_t first, int64_t end) {
-        for (int64_t t = first; t < end; t++)
-            choose_experts(logits + t * num_experts, num_experts, k, a.normalize, chosen + t * k, weights + t * k);
+        for (int64_t t = first; t < end; t++) {
+            float* row = logits + t * num_experts;
+            if (a.chosen_by)
+                choose_by_sigmoids(a, row, num_experts, chosen + t * k, weights + t * k);
+            else
+                choose_experts(row, num_experts, k, a.normalize, chosen + t * k, weights + t * k);
+        }
     });
 
     for (int64_t i = 0; i < pairs; i++) starts[chosen[i] + 1]++;

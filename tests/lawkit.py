@@ -80,6 +80,10 @@ FAMILIES["lfm2"] = {
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
     "tie_word_embeddings": False,
 }  # fmt: skip
+FAMILIES["lfm2_moe"] = {
+    **FAMILIES["lfm2"], "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1,
+}  # fmt: skip
 FAMILIES["qwen3_5_moe"] = {
     **FAMILIES["qwen3_5"], "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,

@@ -69,7 +69,7 @@ class _Watched(Ops):
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
         own = self.product(rows, w.router, w.router_bias) if logits is None else logits
-        self.chosen.append(choose_experts(own, w.top_k, w.normalize)[0])
+        self.chosen.append(choose_experts(own, w.top_k, w.normalize, w.chosen_by)[0])
         return super().experts(rows, w, residual, logits)
 
     def replayer(self, forward: Forward) -> Replayed:

@@ -31,6 +31,8 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
 # Where each expert of Gemma 4 has its own tensors, these are not in `mlp`, and in some files in `moe`.
 EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe)?\.experts\.(?=\d+\.)")
+LFM2_EXPERT = re.compile(r"\.feed_forward\.experts\.(\d+)\.w([123])\.")
+LFM2_PARTS = {"1": "gate", "2": "down", "3": "up"}
 OTHER_PARTS = tuple(  # of a model that also sees or hears
     f"{outer}{part}"
     for outer in ("", "model.")
@@ -311,6 +313,7 @@ def _short_name(name: str) -> str:
     for prefix, short in TEXT_PARTS.items():
         if name.startswith(prefix):
             name = short + name.removeprefix(prefix)
+    name = LFM2_EXPERT.sub(lambda m: f".mlp.experts.{m[1]}.{LFM2_PARTS[m[2]]}_proj.", name)
     return EXPERTS.sub(".mlp.experts.", name)
 
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed.models")
 
-ROUTERS = ("mlp.gate", "mlp.router")  # modules that stay as the checkpoint stores them, unless a rule names them
+ROUTERS = (
+    "mlp.gate",
+    "mlp.router",
+    "feed_forward.gate",
+)  # modules that stay as the checkpoint stores them, unless a rule names them
 # Architecture in config.json -> the file of its family in this folder.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -43,6 +47,7 @@ ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": "llama",
     "Phi3ForCausalLM": "phi3",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Qwen3_5ForCausalLM": "qwen35",
@@ -63,6 +68,7 @@ GGUF_ARCHITECTURES = {
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
-from sameseed.models.layers import LayerWeights
+from sameseed.models.layers import AttentionWeights, LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
 
@@ -31,6 +31,11 @@ class Lfm2Config(ModelConfig):
     """`taps`: tokens that a convolution sees, the row's own included."""
 
     taps: int = 3
+
+    @property
+    def mixtures(self) -> range:
+        """The layers with experts in place of an MLP."""
+        return range(0)
 
     @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -117,12 +122,20 @@ class Lfm2(Llama):
             mixer = {f"self_attn.{n}_proj": (rows, wide) for n, rows in (("q", queries), ("k", keys), ("v", keys))}
             mixer |= {"self_attn.out_proj": (wide, queries)}
             mixer |= {f"self_attn.{n}_layernorm": (dim,) for n in "qk"}
+        mixer |= {"operator_norm": (wide,), "ffn_norm": (wide,)}
         mlp = {"feed_forward.w1": (inner, wide), "feed_forward.w3": (inner, wide), "feed_forward.w2": (wide, inner)}
-        shapes = {**mixer, **mlp, "operator_norm": (wide,), "ffn_norm": (wide,)}
+        shapes = mixer if layer in c.mixtures else {**mixer, **mlp}
         return {f"model.layers.{layer}.{module}.weight": shape for module, shape in shapes.items()}
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> Lfm2Layer:
+    def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
+        at = f"model.layers.{layer}.feed_forward"
+        gate_up, down = reader.stack([f"{at}.w1", f"{at}.w3"]), reader.matrix(f"{at}.w2")
+        return Lfm2Layer(**cls.read_mixer(reader, layer), gate_up=gate_up, down=down)
+
+    @staticmethod
+    def read_mixer(reader: WeightReader, layer: int) -> dict[str, Any]:
+        """The fields of a layer that are not its MLP's."""
         c, at = reader.config, f"model.layers.{layer}"
         attention, conv = f"{at}.self_attn", f"{at}.conv"
         mixer: dict[str, Any] = (
@@ -139,13 +152,8 @@ class Lfm2(Llama):
                 "o": reader.matrix(f"{conv}.out_proj"),
             }
         )
-        return Lfm2Layer(
-            **mixer,
-            input_norm=reader.norm(f"{at}.operator_norm"),
-            post_norm=reader.norm(f"{at}.ffn_norm"),
-            gate_up=reader.stack([f"{at}.feed_forward.w1", f"{at}.feed_forward.w3"]),
-            down=reader.matrix(f"{at}.feed_forward.w2"),
-        )
+        norms = {"input_norm": reader.norm(f"{at}.operator_norm"), "post_norm": reader.norm(f"{at}.ffn_norm")}
+        return {**mixer, **norms}
 
     def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
         return plain_rows(ops.conv(ops.product(rows, w.qkv), w.conv, state, batch))

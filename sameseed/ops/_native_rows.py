@@ -216,13 +216,14 @@ def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, o
     check_fit("x", x.shape[1], depth)
     if residual is not None:
         check_fit("residual", (residual.is_contiguous(), residual.shape), (True, x.shape))
-    biases = [(w.router_bias, 1), (w.gate_up_bias, 2 * inner), (w.down_bias, depth)]
+    biases = [(w.router_bias, 1), (w.gate_up_bias, 2 * inner), (w.down_bias, depth), (w.chosen_by, 1)]
     for bias, width in biases:
         if bias is not None:
             check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
     out = on.empty(*x.shape)
     weights = {"router": _weight(w.router), "set": described(_sets, w, _expert_set)}
-    own = {name: getattr(w, name) for name in ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize")}
+    names = ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize", "chosen_by", "factor")
+    own = {name: getattr(w, name) for name in names}
     gate = {"gate": _SOURCES["silu" if w.limit is None else "clamped"], "limit": w.limit or 0.0}
     fields = {"source": _source(rows, x, norm, None), "residual": residual, "out": out, "rows": x.shape[0]}
     on.calls.experts(native(_native.Experts, **fields, **weights, **own, **gate))

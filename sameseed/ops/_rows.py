@@ -97,6 +97,8 @@ class ExpertWeights:
 
     `top_k`: experts of a row. `normalize`: their weights are a softmax over the chosen logits, else over all.
     `limit`: gates are gpt-oss's clamped SwiGLU (`silu_mul`); `act`: "gelu" in place of that. `factors`: of the weights.
+    `chosen_by`: the weights are sigmoids of the logits, over their sum if `normalize`, times `factor`; with these
+    numbers added, the sigmoids choose.
     """
 
     router: QuantTensor  # [E, C]
@@ -110,6 +112,8 @@ class ExpertWeights:
     limit: float | None = None
     act: Literal["silu", "gelu"] = "silu"
     factors: Tensor | None = None  # [E]
+    chosen_by: Tensor | None = None  # [E]
+    factor: float = 1.0
 
 
 def parted(w: QuantTensor, count: int) -> tuple[QuantTensor, ...] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from sameseed.scheme import TOKENS, KVLayer, QuantTensor
 
 row_invariant = True
 LINEAR_FORMATS = frozenset(name for name, module in registry.loaded("formats").items() if module.FORMAT.weights)
+NO_SUM = 1e-6  # added to a sum of sigmoids that divides them
 KV_FORMATS = frozenset(n for n, module in registry.loaded("formats").items() if module.FORMAT.kv_dtype is not None)
 
 
@@ -183,12 +184,21 @@ def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     return _by_row(gated, gate_up, half)
 
 
-def choose_experts(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, top_k: int, normalize: bool, chosen_by: Tensor | None = None, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Experts int64 [T, k] of each row of logits [T, E], by descending logit, and their weights float32 [T, k].
 
     Of equal logits, that of the lower expert comes first. The weights are a softmax over the chosen logits, or over all
-    if not `normalize`.
+    if not `normalize`. `chosen_by`, `factor`: as in `ExpertWeights`.
     """
+    if chosen_by is not None:
+        scores = _by_row(lambda row: row.double().sigmoid().float(), logits, logits.shape[1])
+        chosen = torch.sort(scores + chosen_by, dim=1, descending=True, stable=True)[1][:, :top_k]
+        weights = scores.gather(1, chosen)
+        if normalize:
+            weights = weights / (reduce(torch.add, weights.unbind(1)) + NO_SUM)[:, None]
+        return chosen, weights * factor
     ordered, chosen = torch.sort(logits, dim=1, descending=True, stable=True)
     counted = ordered[:, :top_k] if normalize else ordered
     weights = _by_row(lambda row: row.double().softmax(0).float(), counted, counted.shape[1])
@@ -211,7 +221,7 @@ def experts(
     """
     x = rows.prepared(norm, silu_mul, gelu_mul)
     logits = product(plain_rows(x), w.router, w.router_bias) if logits is None else logits
-    chosen, weights = choose_experts(logits, w.top_k, w.normalize)
+    chosen, weights = choose_experts(logits, w.top_k, w.normalize, w.chosen_by, w.factor)
     weights = weights if w.factors is None else weights * w.factors[chosen]
     results = x.new_empty(*chosen.shape, x.shape[1])  # [T, k, C]
     for e in sorted(set(chosen.flatten().tolist())):

@@ -46,9 +46,11 @@ def formula(w, x, table):
     logits = x.double() @ dense(w.router).T + (0 if w.router_bias is None else w.router_bias)
     out = torch.zeros_like(x, dtype=torch.float64)
     for t, row in enumerate(x.double()):
-        chosen = logits[t].argsort(descending=True, stable=True)[:K]
-        weights = logits[t].softmax(0)[chosen]
-        for e, weight in zip(chosen.tolist(), weights / (weights.sum() if w.normalize else 1), strict=True):
+        scores = logits[t].softmax(0) if w.chosen_by is None else w.factor * logits[t].sigmoid()
+        keys = logits[t] if w.chosen_by is None else logits[t].sigmoid() + w.chosen_by
+        chosen = keys.argsort(descending=True, stable=True)[:K]
+        weights = scores[chosen]
+        for e, weight in zip(chosen.tolist(), weights / (weights.sum() / w.factor if w.normalize else 1), strict=True):
             first, second = ((none if b is None else b)[e] for b in (w.gate_up_bias, w.down_bias))
             gate, up = (dense(w.gate_up[e]) @ row + (0 if first is None else first)).split(F)
             if w.limit is None:
@@ -81,8 +83,16 @@ def test_values_and_bits_of_rows(backend, name):
 
 
 @every_backend
-@pytest.mark.parametrize("change", [{"act": "gelu"}, {"factors": 1 + torch.arange(E) / E}])
-def test_other_gates_and_factors_of_weights(backend, change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"act": "gelu"},
+        {"factors": 1 + torch.arange(E) / E},
+        {"chosen_by": torch.arange(E) / E, "factor": 1.5},
+        {"chosen_by": torch.arange(E) / E, "factor": 1.5, "normalize": False},
+    ],
+)
+def test_other_gates_and_weights(backend, change):
     table, x, w = ops.resolve(backend), randn(5, C, seed=3), replace(mixture(backend, "fp32"), **change)
     wanted = formula(w, x, table)
     assert (table.experts(plain_rows(x), w) - wanted).abs().max() <= 2e-5 * wanted.abs().max()

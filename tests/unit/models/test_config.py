@@ -125,7 +125,7 @@ REFUSED = [
             ("layer_types", ["conv", "full_attention", "sliding_attention", "conv"]),
         )
     ),
-    ({**VARIANTS["lfm2"].raw, "architectures": ["Lfm2MoeForCausalLM"]}, "Lfm2MoeForCausalLM"),
+    ({**VARIANTS["lfm2"].raw, "architectures": ["Lfm2MoeForCausalLM"], "use_expert_bias": False}, "use_expert_bias"),
     ({**VARIANTS["granite4"].raw, "num_local_experts": 8}, "Granite 4"),
     ({**VARIANTS["granite4"].raw, "layer_types": ["mamba", "attention", "attention"]}, "Granite 4"),
     ({"rope_scaling": {"type": "su"}}, "short_factor"),

@@ -1,6 +1,7 @@
 """Families with experts: transformers' logits at every position; stacked tensors, MXFP4 blocks and GGUF files."""
 
 import json
+from functools import reduce
 
 import gguf
 import numpy as np
@@ -46,6 +47,11 @@ MODELS = {
         "top_k_experts": 2, "moe_intermediate_size": 32,
     },
 }  # fmt: skip
+MODELS["lfm2"] = {
+    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 6, "moe_intermediate_size": 32,
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "norm_eps": 1e-5,
+    "routed_scaling_factor": 1.5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 MODELS["qwen-dense-layers"] = {**MODELS["qwen"], "norm_topk_prob": False, "mlp_only_layers": [1]}
 
 
@@ -55,7 +61,10 @@ def written(folder, name, **changes):
     tensors = random_tensors(parse_config(raw))
     tensors |= {n: t / 2 for n, t in tensors.items() if ".experts." in n}
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-    stored = tensors if "qwen" in name else published_experts(tensors, name == "gpt-oss")
+    stored = tensors if "qwen" in name or name == "lfm2" else published_experts(tensors, name == "gpt-oss")
+    if name == "lfm2":
+        words = {"mlp.experts": "feed_forward.experts", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        stored = {reduce(lambda n, w: n.replace(*w), words.items(), n): x for n, x in stored.items()}
     stored = {n.replace(".mlp.experts", ".experts") if name == "gemma" else n: x for n, x in stored.items()}
     save_file(stored, folder / "model.safetensors")
     return folder, raw, tensors
@@ -75,7 +84,7 @@ def test_logits_are_those_of_transformers(name, backend, tmp_path):
     close(all_logits(load(folder, backend), ids), oracle_logits(folder, ids), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen", "gpt-oss", "gemma"])
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss", "gemma", "lfm2"])
 @pytest.mark.parametrize(
     ("kind", "tolerance", "joined"),
     [("F32", 2e-5, False), ("F32", 2e-5, True), ("Q8_0", 0.1, True), ("MXFP4", 0.7, False)],
@@ -96,8 +105,11 @@ def test_gguf_files(name, kind, tolerance, joined, tmp_path):
         keys |= {"attention.sliding_window": 32, "attention.sliding_window_pattern": [True, False] * 2}
         keys |= {"attention.head_count_kv": [2, 1] * 2, "attention.key_length_swa": 16}
         keys |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 32)
+    if name == "lfm2":
+        keys |= {"attention.head_count_kv": [0, 2, 0, 0], "shortconv.l_cache": 3, "leading_dense_block_count": 1}
+        keys |= {"expert_weights_scale": 1.5, "expert_gating_func": 2}
     path = tmp_path / "model.gguf"
-    arch = {"qwen": "qwen3moe", "gemma": "gemma4"}.get(name, name)
+    arch = {"qwen": "qwen3moe", "gemma": "gemma4", "lfm2": "lfm2moe"}.get(name, name)
     write_gguf(path, raw, parts, lambda n: kind if "_exps.weight" in n else "F32", arch, keys)
     ids, tolerance = prompt(90), tolerance * 2 if (name, kind) == ("gemma", "Q8_0") else tolerance
     wanted = all_logits(load(folder), ids)

@@ -394,7 +394,7 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     ("changes", "words"),
     [
         ({"arch": "falcon"}, ["falcon", "llama, qwen2, qwen3"]),
-        ({"arch": "lfm2moe"}, ["lfm2moe", "lfm2,"]),
+        ({"arch": "lfm3"}, ["lfm3", "lfm2,"]),
         ({"keys": {"expert_count": 8}}, ["experts"]),
         ({"keys": {"rope.scaling.type": "longrope"}}, ["longrope", "linear"]),
         ({"keys": {"attention.value_length": 32}}, ["dimensions"]),
