@@ -76,7 +76,10 @@ void panel(const Experts& a, int64_t begin, int64_t rows) {
     });
     RowSource source{};
     source.x = x, source.stride = depth, source.index_limit = rows;
-    linear(Product{source, a.router, a.router_bias, nullptr, logits, rows});
+    if (a.logits)
+        std::copy_n(a.logits + begin * num_experts, rows * num_experts, logits);
+    else
+        linear(Product{source, a.router, a.router_bias, nullptr, logits, rows});
     by_rows(rows, num_experts * k, [&](int64_t first, int64_t end) {
         for (int64_t t = first; t < end; t++) {
             float* row = logits + t * num_experts;
@@ -84,6 +87,7 @@ void panel(const Experts& a, int64_t begin, int64_t rows) {
                 choose_by_sigmoids(a, row, num_experts, chosen + t * k, weights + t * k);
             else
                 choose_experts(row, num_experts, k, a.normalize, chosen + t * k, weights + t * k);
+            for (int64_t j = t * k; a.factors && j < (t + 1) * k; j++) weights[j] *= a.factors[chosen[j]];
         }
     });
 

@@ -23,13 +23,15 @@ struct Experts {
     RowSource source;  // plain or normed rows of x [T, C], which the router and the experts read
     const Weight* router;
     const float* router_bias;  // [E] or null
+    const float* logits;       // [T, E], where the router reads other rows, or null
+    const float* factors;      // [E], of the weights, or null
     const ExpertSet* set;
     const float *gate_up_bias, *down_bias;  // [E, 2 F] and [E, C], or null
     int64_t top_k;
     bool normalize;          // softmax over the chosen logits; else over all. With chosen_by: sigmoids over their sum
     const float* chosen_by;  // [E] or null: the weights are sigmoids times `factor`; with these added, they choose
     float factor;
-    RowSource::Kind gate;  // silu or clamped
+    RowSource::Kind gate;  // silu, gelu or clamped
     float limit;
     const float* residual;  // [T, C] or null; may be `out`
     float* out;             // [T, C]

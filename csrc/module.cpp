@@ -174,11 +174,12 @@ void bind_structs(nb::module_& m) {
     bind_struct(m, "ExpertSet", "Weights of a layer's experts.", field("gate_up", &ExpertSet::gate_up),
                 field("down", &ExpertSet::down));
     bind_struct(m, "Experts", "A mixture of experts, plus residual.", field("source", &Experts::source),
-                field("router", &Experts::router), field("router_bias", &Experts::router_bias), field("set", &Experts::set),
-                field("gate_up_bias", &Experts::gate_up_bias), field("down_bias", &Experts::down_bias),
-                field("top_k", &Experts::top_k), field("normalize", &Experts::normalize), field("chosen_by", &Experts::chosen_by),
-                field("factor", &Experts::factor), field("gate", &Experts::gate), field("limit", &Experts::limit),
-                field("residual", &Experts::residual), field("out", &Experts::out), field("rows", &Experts::rows));
+                field("router", &Experts::router), field("router_bias", &Experts::router_bias), field("logits", &Experts::logits),
+                field("factors", &Experts::factors), field("set", &Experts::set), field("gate_up_bias", &Experts::gate_up_bias),
+                field("down_bias", &Experts::down_bias), field("top_k", &Experts::top_k), field("normalize", &Experts::normalize),
+                field("chosen_by", &Experts::chosen_by), field("factor", &Experts::factor), field("gate", &Experts::gate),
+                field("limit", &Experts::limit), field("residual", &Experts::residual), field("out", &Experts::out),
+                field("rows", &Experts::rows));
     bind_struct(m, "Product", "Rows times a weight transposed, plus bias and residual.", field("source", &Product::source),
                 field("weight", &Product::weight), field("bias", &Product::bias), field("residual", &Product::residual),
                 field("out", &Product::out), field("rows", &Product::rows));

@@ -27,7 +27,7 @@ class ExpertSet:
 class Experts:
     """A mixture of experts, plus residual."""
 
-    def __init__(self, *, source: RowSource, router: Weight, router_bias: int, set: ExpertSet, gate_up_bias: int, down_bias: int, top_k: int, normalize: bool, chosen_by: int, factor: float, gate: int, limit: float, residual: int, out: int, rows: int) -> None: ...
+    def __init__(self, *, source: RowSource, router: Weight, router_bias: int, logits: int, factors: int, set: ExpertSet, gate_up_bias: int, down_bias: int, top_k: int, normalize: bool, chosen_by: int, factor: float, gate: int, limit: float, residual: int, out: int, rows: int) -> None: ...
 
 class Product:
     """Rows times a weight transposed, plus bias and residual."""

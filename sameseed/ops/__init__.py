@@ -93,7 +93,7 @@ class Ops:
         self._looks_ahead: bool = getattr(backend, "looks_ahead", False)
         self._embedding: Callable[..., Tensor] = getattr(backend, "embedding", reference.embedding)
         self._rope_store: Callable[..., Tensor] | None = getattr(backend, "rope_store", None)
-        self._experts: Callable[..., Tensor | None] = getattr(backend, "experts", lambda *_: None)
+        self._experts: Callable[..., Tensor | None] = getattr(backend, "experts", lambda *_, **__: None)
         self._choose: Callable[[Tensor, Draws, Tensor | None], Tensor | None] | None = getattr(backend, "choose", None)
 
     def _pick(self, op: str) -> Callable[..., Tensor]:
@@ -217,7 +217,7 @@ class Ops:
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
         """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]. `logits`: see the reference."""
-        done = self._experts(rows, w, residual) if logits is None else None
+        done = self._experts(rows, w, residual, logits=logits)
         return reference.experts(rows, w, residual, self.product, self.rms_norm, logits) if done is None else done
 
     # --- cache ---

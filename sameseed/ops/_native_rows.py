@@ -197,11 +197,18 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return out
 
 
-def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, on: Executor = NOW) -> Tensor | None:
-    """A mixture of experts of rows [T, C], plus residual; returns [T, C]. None if no kernel takes the weights."""
+def experts(
+    rows: RowSource,
+    w: ExpertWeights,
+    residual: Tensor | None = None,
+    logits: Tensor | None = None,
+    on: Executor = NOW,
+) -> Tensor | None:
+    """A mixture of experts of rows [T, C], plus residual; returns [T, C]. None if no kernel takes the weights.
+
+    `logits` [T, E]: as in the reference.
+    """
     groups = (w.gate_up, w.down)
-    if w.act != "silu" or w.factors is not None:  # Gemma's, whose router reads other rows as well
-        return None
     if not serves(w.router) or rows.kind not in _INPUTS or rows.row_ids is not None:
         return None
     for group in groups:  # experts are computed together, by one kernel
@@ -216,15 +223,17 @@ def experts(rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, o
     check_fit("x", x.shape[1], depth)
     if residual is not None:
         check_fit("residual", (residual.is_contiguous(), residual.shape), (True, x.shape))
-    biases = [(w.router_bias, 1), (w.gate_up_bias, 2 * inner), (w.down_bias, depth), (w.chosen_by, 1)]
+    biases = [(w.router_bias, 1), (w.gate_up_bias, 2 * inner), (w.down_bias, depth), (w.chosen_by, 1), (w.factors, 1)]
     for bias, width in biases:
         if bias is not None:
             check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
     out = on.empty(*x.shape)
     weights = {"router": _weight(w.router), "set": described(_sets, w, _expert_set)}
-    names = ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize", "chosen_by", "factor")
-    own = {name: getattr(w, name) for name in names}
-    gate = {"gate": _SOURCES["silu" if w.limit is None else "clamped"], "limit": w.limit or 0.0}
+    if logits is not None:
+        check_fit("logits", (logits.is_contiguous(), logits.shape), (True, (len(x), num_experts)))
+    names = ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize", "chosen_by", "factor", "factors")
+    own = {name: getattr(w, name) for name in names} | {"logits": logits}
+    gate = {"gate": _SOURCES[w.act if w.limit is None else "clamped"], "limit": w.limit or 0.0}
     fields = {"source": _source(rows, x, norm, None), "residual": residual, "out": out, "rows": x.shape[0]}
     on.calls.experts(native(_native.Experts, **fields, **weights, **own, **gate))
     return out

@@ -159,11 +159,9 @@ class Recorder:
     def experts(
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
-        if logits is not None:
-            raise NotRecordableError("experts whose router reads other rows")
         if rows.norm is not None and not rows.norm.is_contiguous():
             raise NotRecordableError("a norm that is no contiguous tensor")
-        out = row_ops.experts(rows, w, residual, self._on)
+        out = row_ops.experts(rows, w, residual, logits, self._on)
         if out is None:
             raise NotRecordableError(f"experts in {w.gate_up[0].format!r}")
         return out
