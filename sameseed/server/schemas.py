@@ -108,8 +108,7 @@ class _SchemaWalk:
                 if isinstance(form, dict) and form.get("type") in ("integer", "number"):
                     form.setdefault(_BOUNDS[key], bound)
         _modernize(node)
-        if isinstance(node.get("allOf"), list):
-            self._unions.merge(node)
+        self._unions.merge(node)
         for key in ("anyOf", "oneOf", "allOf"):
             if "type" in node and isinstance(node.get(key), list):
                 self._unions.spread_type(node, key)

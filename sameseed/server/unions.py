@@ -45,6 +45,7 @@ class Unions:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._num_left = 4 * limits.MAX_SCHEMA_NODES
+        self._moved = set[int]()  # ids
         # Where each reference leads, by its id: it is kept here, so that no other object takes the id.
         self._led = {id(n): (n, target(root, n["$ref"])) for n, _ in _objects(root) if "$ref" in n}
 
@@ -60,41 +61,51 @@ class Unions:
             node["$ref"] = places[id(self.behind(node))]
 
     def merge(self, node: dict[str, Any]) -> None:
-        """Write `allOf` as one schema, if it is of objects whose properties differ or agree."""
-        forms = [form for form in node["allOf"] if not _says_nothing(form)]
-        node["allOf"] = forms = forms or node["allOf"][:1]
-        if len(forms) == 1 and not node.keys() - ANNOTATIONS - {"allOf"}:
+        """Write schemas of objects that must match together as one: those of `allOf`, behind `$ref`, beside a union.
+
+        They stay as they are if they are of something else, or disagree about a property.
+        """
+        both = node.get("allOf")
+        if isinstance(both, list):
+            node["allOf"] = both = [form for form in both if not _says_nothing(form)] or both[:1]
+        key = next((key for key in ("anyOf", "oneOf") if isinstance(node.get(key), list)), "")
+        rest = {k: v for k, v in node.items() if k not in {*ANNOTATIONS, key} and k[:2] != "x-"}
+        is_alone = len(rest) + bool(key) < 2 and not (isinstance(both, list) and len(both) > 1)
+        if is_alone or not (key or rest.keys() & {"$ref", "allOf"}):
             return
-        values, own, required, closed = dict[str, Any](), set[int](), dict[str, None](), list[set[str]]()
-        parts = list(self._all_of(node, True, set()))
-        is_closed = parts[-1][0].pop("unevaluatedProperties", None) is False  # the schema's own, which sees all parts
-        for part, is_own in parts:
-            properties, names, others = part.get("properties", {}), part.get("required", []), "additionalProperties"
-            if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(properties, dict):
-                return
-            self._num_left -= len(properties)
-            if not _are_texts(names) or self._num_left < 0:
-                return
-            if any(not _are_equal(values[name], properties[name]) for name in values.keys() & properties.keys()):
-                return
-            for name, value in properties.items():
-                values.setdefault(name, value)
-            own |= {id(value) for value in properties.values()} if is_own else set()
+        is_closed = rest.pop("unevaluatedProperties", None) is False  # it sees the properties of all schemas
+        made = [self._merged([rest, form], is_closed) for form in node.get(key, [{}])]
+        if None not in made:
+            for name in node.keys() & {*_MERGED, "unevaluatedProperties", "$ref", "allOf"}:
+                del node[name]
+            node |= {key: made} if key else made[0] or {}
+
+    def _merged(self, forms: list[Any], is_closed: bool) -> dict[str, Any] | None:
+        """One schema for objects that match all of these; None if there is none that is plain."""
+        said, properties, required = dict[str, Any](), dict[str, Any](), dict[str, None]()
+        closed, seen = list[set[str]](), set[int]()
+        for part, is_own in (one for form in forms for one in self._all_of(form, True, seen)):
+            own, names = part.get("properties", {}), part.get("required", [])
+            others = part.get("additionalProperties", True)
+            if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(own, dict):
+                return None
+            if not _are_texts(names) or others not in (True, False):
+                return None
+            self._num_left -= len(own) + len(names) + 100 * len(own.keys() & said.keys())  # these are compared
+            if self._num_left < 0:
+                return None
+            for name, value in own.items():
+                if not _are_equal(said.setdefault(name, value), value):
+                    return None
+                if name not in properties:
+                    properties[name] = self._placed(value, is_own)
             required |= dict.fromkeys(names)
-            if part.get(others, True) is False:
-                closed.append(set(properties))
-            elif part.get(others, True) is not True:
-                return
-        if any(values.keys() - names for names in closed):
-            return
-        for key in node.keys() & {*_MERGED, "allOf", "unevaluatedProperties"}:
-            del node[key]
-        node |= {"type": "object", "required": [*required]}
-        if is_closed or closed:
-            node["additionalProperties"] = False
-        if values:
-            stays = {name for name, value in values.items() if id(value) in own or not isinstance(value, dict)}
-            node["properties"] = {name: v if name in stays else self._lead(v) for name, v in values.items()}
+            closed += [set(own)] if others is False else []
+        if any(properties.keys() - names for names in closed):
+            return None
+        made: dict[str, Any] = {"type": "object", "required": [*required]}
+        made |= {"properties": properties} if properties else {}
+        return made | ({"additionalProperties": False} if is_closed or closed else {})
 
     def spread_type(self, node: dict[str, Any], key: str) -> None:
         """Write the type beside a union into its schemas, if it says the same there."""
@@ -108,8 +119,11 @@ class Unions:
                 form["type"] = said
             del node["type"]
 
-    def _lead(self, value: dict[str, Any]) -> dict[str, Any]:
-        """A reference to a schema of the document; `repoint` writes where that is."""
+    def _placed(self, value: Any, is_own: bool) -> Any:
+        """A schema to put into a merged one: itself, or a reference if it stands elsewhere; `repoint` says where."""
+        if not isinstance(value, dict) or (is_own and id(value) not in self._moved):
+            self._moved.add(id(value))
+            return value
         node = {"$ref": "#"}
         self._led[id(node)] = (node, value)
         return node
@@ -122,13 +136,14 @@ class Unions:
         seen.add(id(node))
         if not isinstance(node, dict) or depth > limits.MAX_SCHEMA_DEPTH:
             yield {"$ref": None}, False  # nothing to merge
-        elif node.keys() - ANNOTATIONS == {"$ref"}:
-            yield from self._all_of(self.behind(node), False, seen, depth + 1)
         else:
             forms = node.get("allOf")
             for form in forms if isinstance(forms, list) else ():
                 yield from self._all_of(form, is_own, seen, depth + 1)
-            yield {k: v for k, v in node.items() if k not in {*ANNOTATIONS, "allOf"} and k[:2] != "x-"}, is_own
+            left_out = {*ANNOTATIONS, "$ref", "allOf"}
+            yield {k: v for k, v in node.items() if k not in left_out and k[:2] != "x-"}, is_own
+            if "$ref" in node:
+                yield from self._all_of(self.behind(node), False, seen, depth + 1)
 
     def exclude_each_other(self, branches: list[Any]) -> bool:
         """Whether no value matches two of these schemas."""

@@ -360,6 +360,16 @@ WRITTEN = [
         ['{"id":1,"tag":"ab","age":2}', '{"id":1,"age":2}'],
         ['{"id":1}', '{"id":"x","age":2}', '{"id":1,"tag":"ba","age":2}', '{"id":1,"age":"x"}'],
     ),
+    (
+        {
+            "oneOf": [arm("is", {"const": "A"}, "is") | {"$ref": "#/$defs/a"}, arm("is", {"const": "B"}, "is", "c")],
+            "properties": {"c": {"type": "integer"}},
+            "$defs": {"a": arm("x", {"const": 1}, "x")},
+        },
+        ['{"c":1,"is":"A","x":1}', '{"is":"A","x":1}', '{"c":1,"is":"B"}'],
+        ['{"is":"A"}', '{"is":"B"}', '{"c":"x","is":"B"}'],
+    ),
+    (arm("a", {}) | {"anyOf": [{"required": ["a"]}, arm("b", DAY, "b")]}, ['{"a":1}', '{"b":"2024-01-01"}'], ["{}"]),
     ({"allOf": [arm("a", {}, **CLOSED), arm("a", {})], "unevaluatedProperties": False}, ['{"a":1}', "{}"], ['{"b":1}']),
     ({"prefixItems": [{"$ref": "#/prefixItems/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"items": [{"$ref": "#/items/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),

@@ -87,7 +87,7 @@ REFUSED = [
     ("minimun", {"type": "integer", "minimun": 3}),
     ("properties.a.not", {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}),
     ("anyOf[1].not", {"anyOf": [{"type": "null"}, {"not": {"type": "string"}}]}),
-    ("properties", {"anyOf": [{"type": "object"}], "properties": {"a": {}}}),
+    ("properties", {"anyOf": [{"type": "object"}, {"type": "array"}], "properties": {"a": {}}}),
     ("minimum", {"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}),
     ("allOf", {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}),
     ("allOf", {"allOf": [NAME, {**NAME, "properties": {"name": {"type": "integer"}}}]}),
