@@ -39,15 +39,15 @@ def make_requests(
 ) -> list[Request]:
     """The `n` requests of each prompt, numbered in that order; `shared`: further fields of all requests.
 
-    Without a seed a random one is drawn. All prompts have the same `n` seeds. `make_grammar` makes a grammar for each
-    request.
+    Without a seed each prompt draws its own. `make_grammar` makes a grammar for each request.
     """
-    seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    seeds = [derive_seed(seed, i) for i in range(params.n)]
-    return [
-        Request(request_id, prompt, params, own, index, grammar=make_grammar and make_grammar(), **shared)
-        for index, (prompt, own) in enumerate(itertools.product(map(tuple, prompts), seeds))
-    ]
+    requests: list[Request] = []
+    for prompt in map(tuple, prompts):
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        for own in (derive_seed(seed, i) for i in range(params.n)):
+            grammar = make_grammar and make_grammar()
+            requests.append(Request(request_id, prompt, params, own, len(requests), grammar=grammar, **shared))
+    return requests
 
 
 class Front(habits.Hinted):

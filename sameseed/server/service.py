@@ -44,7 +44,7 @@ from sameseed.server.tools import FENCES, FORMATS, Parser
 def sampling(fields: Common, text: TextCodec, room: int, bound: bool = False) -> SamplingParams:
     """The engine's parameters, with OpenAI's defaults. Raises ApiError 400.
 
-    `room`: tokens left in the context. `bound`: a grammar restricts the text, and the text ends where the grammar does.
+    `room`: tokens left in the context beside the shortest prompt. `bound`: a grammar restricts the text and ends it.
     """
     bound = bound or fields.choice is not None
     wanted = fields.usual or room if fields.limit is None else max(1, fields.limit)
@@ -159,7 +159,7 @@ class Service:
         grammar = b"" if source is None else await self.client.grammars.compiled(source)
         keep = fields.keep(text.max_model_len)
         prompts = await text.prompts(content, fields.special, keep)
-        params = sampling(fields, text, text.max_model_len - max(map(len, prompts)), source is not None)
+        params = sampling(fields, text, text.max_model_len - min(map(len, prompts)), source is not None)
         echoed = prompts if keep is not None or isinstance(content, Render) else content
         thoughts: Callable[[], Thoughts | Harmony] | None = None  # without them reasoning stays in the text
         if reasoning is not None and (thinks := fields.thinks(source)) is not None:

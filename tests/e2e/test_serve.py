@@ -109,8 +109,16 @@ def test_choices_prompts_and_usage(http, llm):
     assert texts == [c["text"] for c in made["choices"]]
     assert pieces[-1]["choices"] == [] and pieces[-1]["usage"] == made["usage"]
     assert {p["id"] for p in pieces} == {pieces[0]["id"]} and pieces[0]["id"] != made["id"]
-    seeds = complete(http, "the", max_tokens=2)["metrics"]["sameseed"]["seeds"]
-    assert len(seeds) == 1 and seeds != complete(http, "the", max_tokens=2)["metrics"]["sameseed"]["seeds"]
+
+
+def test_each_of_several_prompts_is_answered_as_alone(http):
+    """Each draws its own seed, and has its own room in the context."""
+    prompts, fields = [[5] * 250, [5, 6], [5, 6]], {"max_tokens": 24, "ignore_eos": True}
+    made = complete(http, prompts, **fields)
+    seeds = made["metrics"]["sameseed"]["seeds"]
+    assert len(set(seeds)) == len(prompts)
+    for prompt, seed, choice in zip(prompts, seeds, made["choices"], strict=True):
+        assert text_of(http, prompt, seed=seed, **fields) == choice["text"]
 
 
 def test_metrics_of_a_request(http):
@@ -339,6 +347,7 @@ def test_tokens_and_models(http, llm):
 def test_what_cannot_be_is_refused(http):
     assert refused(http, prompt="")["param"] == "prompt"
     assert refused(http, prompt="a b " * 400)["code"] == "context_length_exceeded"
+    assert refused(http, prompt=["a", "a b " * 400])["code"] == "context_length_exceeded"
     assert refused(http, prompt="ab " * 10**6)["code"] == "context_length_exceeded"
     assert refused(http, prompt=["x"] * 5, n=16)["param"] == "n", "more than ever fit"
     assert refused(http, path="/detokenize", tokens=[304])["param"] == "tokens"
@@ -349,10 +358,8 @@ def test_the_document_names_every_field(http):
     for path, kind in (("/v1/completions", CompletionFields), ("/v1/chat/completions", ChatFields)):
         operation = document["paths"][path]["post"]
         reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        assert (
-            document["components"]["schemas"][reference.rpartition("/")[2]]["properties"].keys()
-            == kind.model_fields.keys()
-        )
+        schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+        assert schema["properties"].keys() == kind.model_fields.keys()
         assert {"200", "4XX", "5XX"} == operation["responses"].keys(), "422 is never sent"
 
 
