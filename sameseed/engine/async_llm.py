@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
@@ -11,9 +12,25 @@ from typing import Any
 
 from sameseed.engine.front import Front, Message, Prompt
 from sameseed.errors import RequestError, SameseedError
-from sameseed.request import Completion, Delta, SamplingParams
+from sameseed.request import Completion, Delta, Request, SamplingParams
 
 log = logging.getLogger("sameseed")
+
+
+class _Sink:
+    """Takes a request's deltas from the engine's thread to the event loop that waits for them."""
+
+    begun = aborted = (
+        False  # for the engine's thread; before it has begun, deltas are of an earlier request with its id
+    )
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, item: Delta | SameseedError) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing waits for this item
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class AsyncLLM(Front):
@@ -24,7 +41,7 @@ class AsyncLLM(Front):
 
     def _start(self) -> None:
         self._inbox: list[Callable[[], object]] = []  # actions for the engine's thread before its next step
-        self._sinks: dict[str, Callable[[Delta | SameseedError], None]] = {}
+        self._sinks: dict[str, _Sink] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="sameseed-engine", daemon=True)
@@ -44,23 +61,14 @@ class AsyncLLM(Front):
         request_id = request_id or f"a{next(self._ids)}"
         if request_id in self._sinks:
             raise RequestError(f"request id {request_id!r} is running already; choose another")
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
-
-        def put(item: Delta | SameseedError) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-            except RuntimeError:  # the caller's event loop is closed, so nothing waits for this item
-                return
-
-        self._sinks[request_id] = put  # from here on the id is taken
+        sink = self._sinks[request_id] = _Sink()  # from here on the id is taken
         try:
             requests = await asyncio.to_thread(self._requests, prompt, chosen, request_id)
-            if not self._post(lambda: list(map(self.engine.add, requests))):
+            if not self._post(lambda: self._begin(sink, requests)):
                 raise RequestError("this engine is closed; make a new AsyncLLM")
             open_ends = len(requests)
             while open_ends:
-                item = await queue.get()
+                item = await sink.queue.get()
                 if isinstance(item, SameseedError):
                     raise item
                 open_ends -= item.completion is not None
@@ -91,7 +99,7 @@ class AsyncLLM(Front):
 
     def abort(self, request_id: str) -> None:
         """End a request early; its stream gets a last delta with finish reason "abort"."""
-        self._post(lambda: self._send(self.engine.abort(request_id)))
+        self._post(lambda: self._abort(request_id))
 
     def close(self) -> None:
         """Stop the engine's thread after its current step; running requests end with an error."""
@@ -116,11 +124,23 @@ class AsyncLLM(Front):
             self._wake.notify()
             return True
 
+    def _begin(self, sink: _Sink, requests: Seq[Request]) -> None:
+        sink.begun = True
+        for request in requests:
+            self.engine.add(request)
+        if sink.aborted:  # while its prompt was being tokenized
+            self._abort(requests[0].request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if (sink := self._sinks.get(request_id)) is not None:
+            sink.aborted = True
+        self._send(self.engine.abort(request_id))
+
     def _send(self, deltas: Seq[Delta]) -> None:
         for delta in deltas:
             sink = self._sinks.get(delta.request_id)
-            if sink is not None:
-                sink(delta)
+            if sink is not None and sink.begun:
+                sink.put(delta)
 
     def _loop(self) -> None:
         while True:
@@ -145,4 +165,4 @@ class AsyncLLM(Front):
         """End every open request with this error, and free its cache blocks."""
         for request_id, sink in list(self._sinks.items()):
             self.engine.abort(request_id)
-            sink(error)
+            sink.put(error)

@@ -125,6 +125,28 @@ async def test_abort_from_outside_ends_the_stream(llm, hold):
     assert 0 < len(last.token_ids) < 240
 
 
+async def test_an_abort_while_the_prompt_is_tokenized(llm):
+    asked = asyncio.create_task(collect(llm, "the sum of", LONG, request_id="mine"))
+    await asyncio.sleep(0)  # it begins
+    llm.abort("mine")
+    text, done = await asked
+    assert text == done.text == "" and done.finish_reason is FinishReason.ABORT
+
+
+async def test_an_id_that_is_used_again_gets_no_tokens_of_its_first_request(llm, hold):
+    alone, _ = await collect(llm, PROMPTS[0], ASKED)
+    before, go = llm.engine.metrics.num_rounds, hold(llm)
+    first = asyncio.create_task(collect(llm, "the sum of", LONG, request_id="same"))
+    while llm.engine.metrics.num_rounds < before + 8:
+        await asyncio.sleep(0.01)
+    first.cancel()
+    again = asyncio.create_task(collect(llm, PROMPTS[0], ASKED, request_id="same"))
+    await asyncio.wait([first])
+    go.set()
+    text, done = await again
+    assert text == done.text == alone
+
+
 async def test_a_taken_id_is_refused(llm):
     """Also when several requests with one id arrive at the same moment. Afterwards the id is free again."""
     results = await asyncio.gather(
