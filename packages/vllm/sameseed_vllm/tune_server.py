@@ -89,8 +89,7 @@ def look_of(counted: Counted, batch: int) -> Look:
     state = state_of(counted)
     if state is None:
         return found
-    drafted = min(1.0, (counted.drafts or 0.0) / counted.gaps)  # share of rounds in which a search found a draft
-    return replace(found, k=round(state.k), survival=tuple(drafted * s for s in state.survival))
+    return replace(found, k=round(state.k), survival=tuple(state.drafted * s for s in state.survival))
 
 
 def measure(
