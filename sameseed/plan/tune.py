@@ -190,7 +190,8 @@ def affordable(
     reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
 
     def hope(c: Contestant) -> tuple[float, ...]:
-        return c is not reference, c.num_bytes if by_memory else 0, -c.score(asked.looked_at)
+        other = asked.only is not None and c.setting != asked.only
+        return c is not reference, other, c.num_bytes if by_memory else 0, -c.score(asked.looked_at)
 
     found: list[Contestant] = []
     taken, num_tokens = 0.0, first_rung(len(asked.prompts), asked.batches) * tokens

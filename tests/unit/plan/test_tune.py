@@ -203,6 +203,8 @@ def test_a_small_budget_takes_fewer_settings_and_prompts():
     assert len(tune.affordable(runners, asked(), 8.0, 1000.0, [])[0]) == 5
     few, _ = tune.affordable(runners, asked(), 8.0, 60.0, [])
     assert [c.label for c in few] == ["plain", "ngram k=3"], "the most promising"
+    only = asked(only=runners[2].setting)
+    assert [c.label for c in tune.affordable(runners, only, 8.0, 60.0, [])[0]] == ["plain", "ngram k=1"]
     lost = []
     few, small = tune.affordable(runners, asked(seconds=120.0), 8.0, 20.0, lost)
     assert len(few) == 2 and len(small.prompts) == 4, "fewer prompts, which fill the largest batch"
