@@ -167,13 +167,14 @@ class _Run:
         head_apart = not is_dense(rules.at(HEAD)) and rules.at(HEAD) != rules.at(EMBEDDING)
         self.tied = self.config.tied_embeddings and not (self.pipeline.unties or head_apart)
         self.ends = (EMBEDDING,) if self.tied else (EMBEDDING, HEAD)
-        self._check_source()
+        shapes = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
+        self.layers = {name: shape for name, shape in shapes.items() if name not in (EMBEDDING, HEAD)}
+        self._check_source(shapes)
         self.work = WorkFolder.open(self.plan.out, self._manifest(), self.plan.resume, self.plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []
 
-    def _check_source(self) -> None:
+    def _check_source(self, matrices: Mapping[str, tuple[int, int]]) -> None:
         """Raise ConfigError, before anything is computed, for a matrix that does not fit its scheme."""
-        matrices = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
         few = min(self.source.bits(f"{name}.weight") for name in matrices)
         if few < 8:
             log.warning(
@@ -181,23 +182,19 @@ class _Run:
                 "original, or a file of 8 bits or more (GGUF: Q8_0, BF16, F16), loses less",
                 *(self.plan.model, few),
             )
-        layers = {name: shape for name, shape in matrices.items() if name not in (EMBEDDING, HEAD)}
         stored = {name: (matrices[EMBEDDING], self._end_scheme(name)) for name in self.ends}
         if self.plan.budget is not None:
-            bits.check_budget(layers, self.scheme, self.plan.candidates, self.plan.budget)
+            bits.check_budget(self.layers, self.scheme, self.plan.candidates, self.plan.budget)
         else:
-            stored |= {name: (shape, self.scheme.at(name)) for name, shape in layers.items()}
+            stored |= {name: (shape, self.scheme.at(name)) for name, shape in self.layers.items()}
         for name, (shape, scheme) in stored.items():
             if not is_dense(scheme):
                 check_stored(name, shape, scheme)
 
     def _manifest(self) -> dict[str, Any]:
         """The settings that must be equal for a run to be resumed."""
-        p = self.plan
-        none = torch.empty(0)
-        rows, held_out = (
-            (none, none) if self.calibration is None else (self.calibration.rows, self.calibration.held_out)
-        )
+        p, text, none = self.plan, self.calibration, torch.empty(0)
+        rows, held_out = (none, none) if text is None else (text.rows, text.held_out)
         return {
             "schema": SCHEMA,
             "version": __version__,  # another version may choose other codes
@@ -324,10 +321,9 @@ class _Run:
 
         `scheme`: of the layers. Where it is "auto", everything is kept.
         """
-        modules = {name.removesuffix(".weight") for name, shape in expected_shapes(self.config).items() if shape[1:]}
-        layers = [resolve_scheme(self.config, self.source, scheme, m) for m in modules.difference((EMBEDDING, HEAD))]
-        found = (s for s in [*layers, *map(self._end_scheme, self.ends)] if not is_dense(s))
-        return scheme.weights == "auto" or method_for(found) == "sameseed"
+        layers = [resolve_scheme(self.config, self.source, scheme, module) for module in self.layers]
+        coded = (s for s in [*layers, *map(self._end_scheme, self.ends)] if not is_dense(s))
+        return scheme.weights == "auto" or method_for(coded) == "sameseed"
 
     def _tensor(self, name: str) -> str:
         return f"{EMBEDDING if self.config.tied_embeddings else name}.weight"
