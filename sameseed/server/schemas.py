@@ -261,7 +261,7 @@ class _SchemaWalk:
             raise self._fault(place, "must be an object of type 'string'")
         _settle(said)
         listed = sorted(name for kind, name in listed_values(self._unions.plain(names)) if kind == "string")
-        if not said:
+        if not said or (values is False and not node.get("properties")):
             del node["propertyNames"]
         elif node.get("properties"):
             raise self._fault(place, "cannot be enforced beside schemas of properties")

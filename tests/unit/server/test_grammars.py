@@ -339,6 +339,7 @@ WRITTEN = [
         ['{"a":1}', '{"b":2,"c":3}', '{"b":"x"}'],
     ),
     (NAMED | {"propertyNames": {"pattern": "^a|b$"}}, ['{"ax":1,"xb":2}', "{}"], ['{"xa":1}', '{"a":"x"}']),
+    (NAMED | {"propertyNames": {"enum": ["a"]}} | CLOSED, ["{}"], ['{"a":1}']),
     (NAMED | {"propertyNames": {"maxLength": 1}}, ['{"a":1}'], ['{"ab":1}', '{"a":"x"}']),
     ({"type": "object", "patternProperties": {"^[0-9]+$": {"const": 0}}}, ['{"12":0}'], ['{"a":0}', '{"1":1}']),
     ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, ["[1]"], ["[1,1]", '["a"]']),
