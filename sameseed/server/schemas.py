@@ -23,18 +23,19 @@ _OF_OBJECTS = {"properties", "required", "additionalProperties", "propertyNames"
 _OF_OBJECTS |= {"unevaluatedProperties", "patternProperties"}
 # Types that hold others: their keywords, the one that lists members, the one for their least number, and those for all
 # others. If the schema says nothing of its members, the grammar compiler may take it to be empty.
-_FULFILLED: dict[str, Callable[[Any, float], bool]] = {
-    "minLength": lambda value, bound: not isinstance(value, str) or len(value) >= bound,
-    "maxLength": lambda value, bound: not isinstance(value, str) or len(value) <= bound,
-    "minimum": lambda value, bound: not isinstance(value, int | float) or value >= bound,
-    "maximum": lambda value, bound: not isinstance(value, int | float) or value <= bound,
-}
 _OTHERS = {"patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties"}
 _HOLDERS = (
     ("object", _OF_OBJECTS, "properties", "minProperties", _OTHERS),
     ("array", _OF_ARRAYS, "prefixItems", "minItems", {"items", "unevaluatedItems"}),
 )
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
+# Bounds that may stand beside listed values, if all of these keep them.
+_FULFILLED: dict[str, Callable[[Any, float], bool]] = {
+    "minLength": lambda value, bound: not isinstance(value, str) or len(value) >= bound,
+    "maxLength": lambda value, bound: not isinstance(value, str) or len(value) <= bound,
+    "minimum": lambda value, bound: not isinstance(value, int | float) or value >= bound,
+    "maximum": lambda value, bound: not isinstance(value, int | float) or value <= bound,
+}
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -316,10 +317,6 @@ def _modernize(node: dict[str, Any]) -> None:
         types = types if isinstance(types, list) else [types]
         if node.pop("nullable") and "null" not in types:
             node["type"] = [*types, "null"]
-    if isinstance(node.get("properties"), dict) and not any(node.get(key) for key in {*_OTHERS, "minProperties"}):
-        required = node["required"] if isinstance(node.get("required"), list) else []
-        parts = node["properties"].items()  # what may not be there is left out: nothing else is generated
-        node["properties"] = {name: part for name, part in parts if name in required or not _is_never(part)}
     values = node["enum"] if "const" in node and isinstance(node.get("enum"), list) else []
     if values and json.dumps(node["const"]) in map(json.dumps, values):
         del node["enum"]  # earlier versions of pydantic write both

@@ -89,7 +89,7 @@ class Unions:
             others = part.get("additionalProperties", True)
             if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(own, dict):
                 return None
-            if not _are_texts(names) or others not in (True, False):
+            if not _are_texts(names) or not isinstance(others, bool):
                 return None
             self._num_left -= len(own) + len(names) + 100 * len(own.keys() & said.keys())  # these are compared
             if self._num_left < 0:
@@ -195,7 +195,8 @@ class Unions:
         shared = set.intersection(*(names for forms in required for names in forms))
         if any(are_apart([self.values(forms, name) for forms in rivals]) for name in sorted(shared)):
             return True
-        if not all(form.get("additionalProperties") is False for forms in rivals for form in forms):
+        plain = [form for forms in rivals for form in forms]
+        if any(form.get("additionalProperties") is not False or "patternProperties" in form for form in plain):
             return False
         allowed = [set[str]().union(*(_names(form, "properties") for form in forms)) for forms in rivals]
         num_allowing = Counter(name for names in allowed for name in names)
