@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Iterable
 from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sameseed.errors import reason
 from sameseed.server import limits
@@ -24,6 +25,7 @@ from sameseed.server.replies import Reply
 log = logging.getLogger("sameseed.server")
 INLINE = 256  # most tokens with log-probabilities that are serialized on the event loop; more: in a thread
 GRACE = 5.0  # seconds for a client to read an error before its connection is cut
+QUIET = 1.0  # seconds without an event after which a stream sends a comment: only writing shows who has left
 LEFT = 499  # status that is counted if the client disconnected
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,6 +43,7 @@ class Answering(Response):
         self._ticket, self._timeout = ticket, timeout
         self._stopped: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
         self._status = 0  # of the response that has begun; 0: none has
+        self._streaming = False  # has a stream of events begun?
 
     def leave(self, error: ApiError) -> None:
         """End the answer with this error."""
@@ -48,14 +51,27 @@ class Answering(Response):
             self._stopped.set_result(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, loop, status = scope["sameseed"], asyncio.get_running_loop(), LEFT
+        visit, loop, status, sent = scope["sameseed"], asyncio.get_running_loop(), LEFT, math.inf
+
+        async def write(message: Message) -> None:
+            nonlocal sent
+            sent = math.inf
+            await send(message)
+            sent = time.monotonic()
+
+        async def remind() -> None:
+            while True:
+                await asyncio.sleep(QUIET)
+                if self._streaming and time.monotonic() - sent > QUIET:
+                    await write({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
         watcher = loop.create_task(watch())
-        work = loop.create_task(self._work(scope, receive, send))
+        reminder = loop.create_task(remind())
+        work = loop.create_task(self._work(scope, receive, write))
         left = max(0.0, self._timeout - (time.monotonic() - visit.arrived))
         error: ApiError | None = None
         try:
@@ -72,18 +88,19 @@ class Answering(Response):
                 log.error("a request failed", exc_info=fault, extra={"request_id": visit.id})
                 error = internal(reason(fault))
             status = self._status if error is None else error.status
-            if error is not None and not await self._tell(error, scope, receive, send):
+            if error is not None and not await self._tell(error, scope, receive, write):
                 await cut(scope)
         finally:
             work.cancel()
             watcher.cancel()
+            reminder.cancel()
             visit.outcome, took = status, time.monotonic() - visit.arrived
             self._ticket.close()
             told = {"request_id": visit.id, "client_request_id": visit.client_id, "status": status}
             told |= {} if error is None else {"error": error.message}
             told |= {"total_ms": round(took * 1e3, 1), **self._ended(status, took)}
             log.info("answered", extra=told)
-            await asyncio.gather(work, watcher, return_exceptions=True)
+            await asyncio.gather(work, watcher, reminder, return_exceptions=True)
 
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> bool:
         """Send the error to the client. False if the client does not read, or if half of a plain body was sent."""
@@ -141,7 +158,7 @@ class Answer(Answering):
                 if not self._events:
                     continue
                 if not self._status:  # before this, an error can still have its own status
-                    self._status = 200
+                    self._status, self._streaming = 200, True
                     await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                     await write(reply.begin())
                 many = len(choice.prompt_logprobs) > INLINE

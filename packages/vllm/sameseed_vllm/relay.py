@@ -46,7 +46,7 @@ class Relay(Answering):
             kind = response.headers.get("content-type", "application/json")
             events = self._events = Events() if kind.startswith("text/event-stream") else None
             headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
-            self._status = 200
+            self._status, self._streaming = 200, events is not None
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for chunk in response.content.iter_any():
                 whole = chunk if events is None else events.feed(chunk)

@@ -98,6 +98,14 @@ async def test_many_log_probabilities_are_written_out_elsewhere(job):
     assert few.threads == {threading.get_ident()}
 
 
+async def test_a_silent_stream_sends_comments(job, monkeypatch):
+    """Only writing shows that a client has left, e.g. while a tool call is held back."""
+    monkeypatch.setattr("sameseed.server.answer.QUIET", 0.01)
+    reply = job()
+    _, body, _ = await answered(reply, [piece("a")], prepared=9.0)
+    assert (b"\n\n:\n\n:\n\n" in body) == reply.fields.stream
+
+
 async def test_the_clock_has_run_while_the_request_was_prepared(job):
     status, body, gate = await asyncio.wait_for(answered(job(), [], prepared=11.0), 5)
     assert status == 408 and b"longer than 10 s" in body and gate.num_inside == 0
