@@ -192,4 +192,5 @@ class Answer(Answering):
 
 def too_late(timeout: float) -> ApiError:
     """The error 408: the request took too long."""
-    return ApiError(408, f"the request took longer than {timeout:g} s", code="timeout")
+    remedy = "ask for fewer tokens, or start the server with a longer --request-timeout"
+    return ApiError(408, f"the request took longer than {timeout:g} s; {remedy}", code="timeout")

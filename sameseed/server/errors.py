@@ -45,6 +45,8 @@ class ApiError(Exception):
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 408:  # OpenAI's clients would send it again at once
+            headers["x-should-retry"] = "false"
         return headers
 
 

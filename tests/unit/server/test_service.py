@@ -163,6 +163,7 @@ async def test_the_clock_of_a_request_starts_when_it_arrives(served):
     helper.go.clear()
     late = await asyncio.wait_for(http.post("/v1/chat/completions", json={"messages": [HELLO]}), 10)
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
+    assert late.headers["x-should-retry"] == "false", "OpenAI's clients send it again otherwise"
     assert service.gate.num_inside == 0
 
 
