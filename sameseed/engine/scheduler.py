@@ -155,7 +155,7 @@ class Scheduler:
         """The room for prompts, beside one row of each running sequence."""
         decoding = (seq.max_delay for seq in self.running if seq.num_output > 0 and seq.num_pending == 1)
         seconds = min(decoding, default=math.inf)
-        prompt = next((seq for seq in chain(self.running, self.waiting) if seq.num_pending > 1), None)
+        prompt = next(chain((seq for seq in self.running if seq.num_pending > 1), self.waiting), None)
         if prompt is not None and seconds < math.inf:
             seconds = max(seconds, cost(LEAST_ROWS, prompt.num_cached))
         return _Room(self.max_num_rows - len(self.running), seconds, cost)
