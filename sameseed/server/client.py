@@ -161,11 +161,11 @@ class EngineClient(process.Supervised):
         try:
             await self._listen(pid, ours)
         finally:
+            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
             code = await process.end(pid, 0.2 if self.state != "closed" else CLOSING)
             if self.stats:
                 self.past_stats.append({**self.stats, "running": 0, "waiting": 0})
                 self.stats = {}
-            self._end_streams(unavailable("the engine stopped while this request ran; send it again"))
         return code
 
     async def _listen(self, pid: int, ours: socket.socket) -> None:

@@ -105,6 +105,7 @@ class Runner:
         heeded |= {signal.SIGHUP: self.reload, **dict.fromkeys(PASSED_OVER, lambda: None)}
         for number, heed in heeded.items():
             loop.add_signal_handler(number, heed)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if its parent ignores it, no child could be waited for
         watch = loop.create_task(self._announce(listener))
         try:
             await self._server.serve([listener])

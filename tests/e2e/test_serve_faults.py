@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def started(model, folder, *more):
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     flags = ["--model", str(model), "--served-model-name", "tiny", "--draft", "ngram", "--policy", "fixed", *more]
-    made = Server(*flags, "--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4", env=ENVIRONMENT)
+    flags += ["--api-key-file", str(keys), "--drain-timeout", "3", "--max-num-seqs", "4"]
+    ignoring = partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)  # as some parents leave it
+    made = Server(*flags, env=ENVIRONMENT, preexec_fn=ignoring)
     try:
         made.wait_log("ready")
         yield made
