@@ -133,6 +133,9 @@ class Patient(H11Protocol):
             self._deadline.cancel()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """No warning: a client that offers HTTP/2, as Java's does, is answered in HTTP/1.1."""
+
     def _refuse(self, error: ApiError) -> None:
         """Send an error that belongs to no request, and close the connection."""
         body = json.dumps(error.body()).encode()
@@ -299,11 +302,12 @@ class Guard:
         if len(scope["headers"]) > MAX_HEADERS:
             raise ApiError(400, f"more than {MAX_HEADERS} headers")
         # DNS rebinding: a web page from elsewhere must not reach a server on the user's machine by its own host name.
+        # A UNIX socket it cannot reach, and proxies send any name there.
         name = headers.get(b"host", b"localhost").decode("latin-1").lower()
         if name.rpartition(":")[2].isdigit():
             name = name.rpartition(":")[0]
         known = (*_LOCAL, self._config.host.lower(), *map(str.lower, self._config.allowed_hosts))
-        if self._config.loopback and name not in known:
+        if self._config.loopback and self._config.uds is None and name not in known:
             raise ApiError(403, "this Host is not served here; call it localhost, or start it with --allowed-host")
         if self._config.keys and not (scope["path"] in OPEN and scope["method"] in ("GET", "HEAD")):
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

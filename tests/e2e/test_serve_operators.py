@@ -34,7 +34,7 @@ def test_a_socket_its_keys_and_signals(pair_folders, tmp_path):
     ):
         first, second = ({"authorization": f"Bearer {name}-key"} for name in ("first", "second"))
         assert server.url == f"unix:{path}" and path.stat().st_mode & 0o777 == 0o600
-        assert http.get("/version", headers=first | {"host": "evil.example"}).status_code == 403
+        assert http.get("/version", headers=first | {"host": "backend"}).status_code == 200, "as a proxy asks"
         with pytest.raises(ConfigError, match="another server"):
             bind_unix(path)
         with http.stream("POST", "/v1/completions", json={**FIELDS, "stream": True}, headers=first) as stream:
