@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,8 @@ def no_cuda() -> str | None:
             f"PyTorch {torch.__version__} is built without CUDA; install a CUDA build (`pip install torch` from PyPI, "
             "on Linux)"
         )
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) in ("", "-1"):
+        return f"the environment hides all GPUs (CUDA_VISIBLE_DEVICES={hidden!r}); unset it"
     return f"no driver answers; `nvidia-smi` must show a GPU, and its driver must know CUDA {torch.version.cuda}"
 
 
@@ -56,7 +59,7 @@ def check(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and name != "cpu"):
         raise ConfigError(f"device {name!r} is none that sameseed knows; use cpu, cuda, or cuda:N for GPU number N")
     if device.type == "cpu":
         return

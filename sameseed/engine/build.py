@@ -168,6 +168,8 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     quant = target_scheme(config.format, folder)
     level = resolve(config.spec)
     level.check()
+    if config.spec.overlap and config.device != "cpu":
+        raise ConfigError("--overlap shares the cores of a CPU between target and draft; leave it out on a GPU")
     for each in level.every():
         if (text := _vocabulary(each)) not in ("", AUTO):
             read_vocabulary(text, read_config(folder).vocab_size)

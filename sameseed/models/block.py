@@ -157,7 +157,7 @@ class BlockHead(Runnable):
                 norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
                 qkv = ops.product(rows, layer.qkv, layer.qkv_bias)  # [T, (H + 2 Hk) D]
                 ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # the queries are not used
-            return torch.empty(0, 1), None, None
+            return torch.empty(0, w.lm_head.shape[0], device=self.device), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         before = _causal(batch, self.config.block_size)
         kinds = zip(w.layers, cache.layers, c.windows, self.config.causal, strict=True)

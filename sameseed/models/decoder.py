@@ -163,8 +163,6 @@ class Decoder(Runnable):
     ) -> None:
         """`token_ids` int64 [n]: the tokens of the LM head's rows, if it does not have a row for every token."""
         super().__init__(ops, weights.norm.device, token_ids)
-        if config.state_shapes and self.device.type != "cpu":
-            raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {self.device}")
         self.config = config
         self.weights = weights
         self.max_model_len = max_model_len or config.max_model_len

@@ -140,8 +140,11 @@ def weight_bytes(
     """Bytes that all weights will take, padded as kernels pad them (slightly more than plain codes take).
 
     `shapes`: of all tensors, if they are not those of a whole model (but of a draft head). Raises ConfigError naming
-    the first tensor whose rows the scheme's group does not divide, or a rule that matches no module.
+    the first tensor whose rows the scheme's group does not divide, or a rule that matches no module; and for recurrent
+    layers on a GPU.
     """
+    if config.state_shapes and device != "cpu":
+        raise ConfigError(f"models with recurrent layers run on the CPU only; leave out --device {device}")
     check_rules(config, quant, shapes)
     total = 0
     for name, shape in (shapes or expected_shapes(config)).items():
@@ -194,7 +197,7 @@ def read_weights(
 
     `progress(done, total)` counts values. Raises ConfigError as `weight_bytes` does, before any weight is read.
     """
-    weight_bytes(config, source, quant)
+    weight_bytes(config, source, quant, device=device)
     reader = WeightReader(config, source, quant, ops, device, progress)
     with reader:
         return family(config.architecture).read(reader, dense_format(source, quant, reader.shapes))

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from sameseed.batch import Batch
+from sameseed.errors import say_once
 from sameseed.ops import reference
 from sameseed.ops.triton.attend import attend
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
@@ -135,7 +136,8 @@ def launches(
     sizes = {"WALK": taken, "PAGE": page, "DIM": dim, "BLOCK": half, "HEADS": heads}
     free = frozenset({"num_seqs", "has_tree", "q_stride", "num_parts", "table_width"})
     constants = {**_arithmetic(layer, q.device), **sizes, "EARLY": begins_early(num_rows, q.device)}
-    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, STAGES, free)
+    stages = STAGES if dim <= 256 else 1  # shared memory is for few keys of wide heads
+    first = Launch(attend, (*grid, num_parts), {**inputs, **results}, constants, 4, stages, free)
     if taken == "all":
         return [first]
     # Partial results are merged by up to eight warps, one per stretch, for 32 or 128 dimensions of a head.
@@ -156,7 +158,8 @@ def attention(
     bits). With an fp32 cache they are float32. Raises ValueError if q does not fit the cache, TypeError unless q is
     float32.
     """
-    if sinks is not None:  # no kernel has them yet
+    if sinks is not None:
+        say_once("no 'triton' kernel for attention with sinks; using the reference (slow)")
         return reference.attention(q, layer, batch, scale, window, sinks)
     packed = heads_packed(q)
 
@@ -166,5 +169,5 @@ def attention(
             launch.run()
         return out
 
-    name = f"attention ({layer.format})"
+    name = f"attention ({layer.format}, heads of {q.shape[2]})"  # wide heads alone may not fit a GPU's shared memory
     return guarded(name, kernel, lambda: reference.attention(q, layer, batch, scale, window))

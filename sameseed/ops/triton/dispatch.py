@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sameseed.errors import say_once
 from sameseed.ops import reference
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
 from sameseed.ops.triton import multiply, packing, wide
@@ -209,7 +210,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_mul(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """silu of the first half of gate_up [T, 2I] times the second; returns [T, I] (SwiGLU; `limit`: gpt-oss's)."""
-    if limit is not None:  # no kernel has it yet
+    if limit is not None:
+        say_once("no 'triton' kernel for silu_mul with a limit; using the reference (slow)")
         return reference.silu_mul(gate_up, limit)
     return guarded("silu_mul", lambda: _made(gated_rows(aligned(gate_up))), lambda: reference.silu_mul(gate_up))
 

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,27 +35,40 @@ Capture = Callable[[Callable[[], "Results"]], tuple[Replay, "Results"]]
 
 
 @cache
-def _pool(device: int) -> Any:
-    """The memory pool that all graphs of a GPU share. They run one after the other and keep only their results."""
-    return torch.cuda.graph_pool_handle()
+def _place(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
+    """The memory pool and the stream that all graphs of a GPU share.
+
+    The graphs run one after the other and keep only their results. PyTorch's own stream for recording belongs to the
+    first GPU that recorded something; on another GPU it would record nothing.
+    """
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
 
-def on_cuda(run: Callable[[], Results]) -> tuple[Replay, Results]:
-    """Record the launches of `run` without running them."""
+def on_cuda(device: torch.device, run: Callable[[], Results]) -> tuple[Replay, Results]:
+    """Record the launches of `run` on a GPU without running them."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()), capture_error_mode="thread_local"):
-        results, count = _launches.recorded(run)
+    with torch.cuda.device(device):
+        pool, stream = _place(device)
+        before = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                results, count = _launches.recorded(run)
+        except Exception:
+            torch.cuda.set_stream(before)  # a recording that failed leaves its own stream as the current one
+            _place.cache_clear()
+            raise
 
     def replay() -> None:
         _launches.add(count)
-        graph.replay()
+        with torch.cuda.device(device):
+            graph.replay()
 
     return replay, results
 
 
 def capture_for(device: torch.device) -> Capture | None:
     """The function that records launches on a device; None if launches are not recorded there."""
-    return on_cuda if device.type == "cuda" else None
+    return partial(on_cuda, device) if device.type == "cuda" else None
 
 
 @dataclass

@@ -9,8 +9,10 @@ import pytest
 from lawkit import SAMPLED, Pair, Tireless, make_engine, random_prompts, run, texts
 
 from sameseed import LLM, SpecConfig, ops
+from sameseed.engine.build import check_parts
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.overlap import Overlap
+from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.draft import Draft
@@ -167,5 +169,7 @@ def test_cores_for_both(pair_folders, monkeypatch):
     monkeypatch.setattr(ops, "available_cores", lambda: 4)
     with pytest.raises(ConfigError, match=r"--overlap 4 would leave the target none of 4 core\(s\)"):
         LLM(target, draft, overlap=4)
+    with pytest.raises(ConfigError, match="leave it out on a GPU"):
+        check_parts(pair_folders[0], make_config(draft, overlap=1, device="cuda"))
     ahead = LLM(target, draft, overlap=3).engine.ahead
     assert (ahead.threads, ahead.others) == (3, 1)

@@ -24,9 +24,10 @@ from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import parse_config
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, open_model
 from sameseed.models.mtp import load_mtp
 from sameseed.models.qwen35 import mtp_names, mtp_shapes
+from sameseed.models.weights import weight_bytes
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.draft import Draft
@@ -76,6 +77,11 @@ def test_a_branching_draft_and_a_missing_slot_are_refused(folders):
     with pytest.raises((IndexError, ValueError)):
         r.forward([seq], Draft.trees([([1, 2], [-1, -1])]), [5])
     assert r.blocks.reserve(other, 8), "after an error the slot is free"
+
+
+def test_a_gpu_is_refused_before_weights_are_read(folders):
+    with open_model(folders[0]) as (config, source), pytest.raises(ConfigError, match="leave out --device"):
+        weight_bytes(config, source, QuantScheme(), device="cuda")
 
 
 def test_low_bit_drafts_in_the_targets_cache_are_refused(folders):

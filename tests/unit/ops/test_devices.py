@@ -38,7 +38,7 @@ def one_gpu(monkeypatch):
     ops.resolve.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:1", "meta", "cuda:-2"])
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cpu:0", "cpu:1", "meta", "cuda:-2"])
 def test_names_that_are_no_device(name):
     with pytest.raises(ConfigError, match="use cpu, cuda, or cuda:N"):
         ops.resolve("auto", name)
@@ -47,7 +47,11 @@ def test_names_that_are_no_device(name):
 def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match=r"nvidia-smi.*--device cpu"):
+        devices.check("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(ConfigError, match="unset it"):
         devices.check("cuda")
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"CUDA build.*--device cpu"):
