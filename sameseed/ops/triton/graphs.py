@@ -41,7 +41,8 @@ def _place(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
     The graphs run one after the other and keep only their results. PyTorch's own stream for recording belongs to the
     first GPU that recorded something; on another GPU it would record nothing.
     """
-    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.graph_pool_handle(), stream
 
 
 def on_cuda(device: torch.device, run: Callable[[], Results]) -> tuple[Replay, Results]:
