@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
+from sameseed.server import schemas
 from sameseed.server.unions import KINDS, target
 
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
@@ -410,6 +411,10 @@ def _typed(text: str, schema: Any, root: Any) -> str:
         kind = KINDS[type(value)]
         if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
             return _text_of(value, word)
+    for form in _forms(schema, root):  # spaces around a listed value, or one of a format, are no part of it
+        values = [*_list(form.get("enum")), form.get("const")]
+        if text not in values and (text.strip() in values or str(form.get("format")) in schemas.FORMATS):
+            return json.dumps(text.strip(), ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
 
 

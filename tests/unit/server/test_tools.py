@@ -18,6 +18,7 @@ from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
 TYPES |= {"at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "scale": {"type": ["number", "null"]}}
 FREE = {"allOf": [{"properties": {"on": {"type": "boolean"}}}], "additionalProperties": {"type": "number"}}
+FREE["properties"] = {"unit": {"enum": ["C", "F"]}}
 SCHEMAS = {"get": {"properties": TYPES, "$defs": {"Place": {"type": "object"}}}, "add": {}, "my-tool-2": FREE}
 GET = '{"name": "get", "arguments": {"city": "Köln"}}'
 ADD = '{"name": "add", "parameters": {"a": 1, "b": [2]}}'
@@ -77,8 +78,9 @@ CALLS = [
     ),
     (
         "qwen3_coder",
-        "<function=my-tool-2><parameter=on>true</parameter><parameter=other>5</parameter></function>",
-        [Call("my-tool-2", '{"on": true, "other": 5}')],
+        "<function=my-tool-2><parameter=on>true</parameter><parameter=other>5</parameter>"
+        "<parameter=unit> C\n</parameter></function>",
+        [Call("my-tool-2", '{"on": true, "other": 5, "unit": "C"}')],
     ),
     (
         "qwen3_coder",  # models leave out the opening mark
