@@ -222,6 +222,7 @@ def test_a_dead_engine_is_replaced(server, http):
     assert server.engine_pid != engine
     assert complete(http) == alone
     assert gauge(http, "engine_restarts_total") == 1
+    assert any("ended with code -9" in entry["message"] for entry in server.log)
     assert gauge(http, "spec_decode_num_drafts_total") >= drafted > 0, "counters never go back"
 
 
