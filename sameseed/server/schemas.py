@@ -74,7 +74,7 @@ def check(schema: Any, name: str) -> str:
     schema = json.loads(text)  # a copy
     walk = _SchemaWalk(schema, name)
     walk.schema(schema, "schema", 0)
-    walk.repoint()
+    walk.finish()
     return _ENCODER.encode(schema)
 
 
@@ -83,14 +83,19 @@ class _SchemaWalk:
         self._root, self._name, self._unions = root, name, Unions(root)
         self._num_nodes = self._num_values = self._num_patterns = self._num_copied = 0
         self._references, self._checked = list[dict[str, Any]](), set[int]()  # the latter: ids
+        # Schemas without a type, which the compiler takes as of one. It is written at the end: until then, what other
+        # schemas are told apart from is all that they match.
+        self._untyped = list[tuple[dict[str, Any], str]]()
 
-    def repoint(self) -> None:
-        """Let references lead where they did before parts of the schema were moved. Raises ApiError 400."""
-        if any(id(self._unions.behind(node)) not in self._checked for node in self._references):
+    def finish(self) -> None:
+        """Write types that were left out, and let references lead where they did at first. Raises ApiError 400."""
+        for node, kind in self._untyped:
+            node["type"] = kind
+        targets = {id(self._unions.behind(node)) for node in self._references}
+        if not targets <= self._checked or not self._unions.repoint(self._references):
             raise self._fault(
                 "schema", "has a '$ref' to what is no schema, or had to be rewritten; move that to '$defs'"
             )
-        self._unions.repoint(self._references)
 
     def schema(self, node: Any, place: str, depth: int) -> None:
         """Check a schema and the schemas within it. `place`: its path, for errors."""
@@ -109,10 +114,10 @@ class _SchemaWalk:
                 if isinstance(form, dict) and form.get("type") in ("integer", "number"):
                     form.setdefault(_BOUNDS[key], bound)
         _modernize(node)
-        self._unions.merge(node)
         for key in ("anyOf", "oneOf", "allOf"):
             if "type" in node and isinstance(node.get(key), list):
                 self._unions.spread_type(node, key)
+        self._unions.merge(node)
         _settle(node)
         for key in node:
             if key not in KNOWN and not key.startswith("x-"):
@@ -200,6 +205,9 @@ class _SchemaWalk:
                 raise self._fault(f"{place}.{key}", _TOO_LARGE)
         self._string(node, types, place)
         self._object(node, place)
+        if not types and (kinds := [kind for kind, keywords, *_ in _HOLDERS if node.keys() & keywords]):
+            types = kinds[:1]
+            self._untyped.append((node, types[0]))
         _fill(node, types)
 
     def _string(self, node: dict[str, Any], types: list[str], place: str) -> None:
@@ -353,9 +361,6 @@ def _is_never(part: Any) -> bool:
 
 def _fill(node: dict[str, Any], types: list[str]) -> None:
     """Say that arrays and objects may hold anything, where the schema says nothing of it."""
-    types = types or [kind for kind, keywords, *_ in _HOLDERS if node.keys() & keywords][:1]
-    if types:
-        node.setdefault("type", types[0])
     for kind, _, listed, least, others in _HOLDERS:
         part, number = node.get(listed), node.get(least)
         is_short = isinstance(part, dict | list) and isinstance(number, int) and len(part) < number

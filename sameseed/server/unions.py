@@ -53,12 +53,13 @@ class Unions:
         """The schema that a reference leads to; None if there is none."""
         return self._led[id(node)][1] if id(node) in self._led else target(self._root, node["$ref"])
 
-    def repoint(self, nodes: list[dict[str, Any]]) -> None:
-        """Rewrite references to what was moved."""
+    def repoint(self, nodes: list[dict[str, Any]]) -> bool:
+        """Rewrite references to what was moved. Is all of it still there?"""
         moved = [node for node in nodes if target(self._root, node["$ref"]) is not self.behind(node)]
         places = {id(found): place for found, place in _objects(self._root)} if moved else {}
         for node in moved:
-            node["$ref"] = places[id(self.behind(node))]
+            node["$ref"] = places.get(id(self.behind(node)))
+        return all(node["$ref"] for node in moved)
 
     def merge(self, node: dict[str, Any]) -> None:
         """Write schemas of objects that must match together as one: those of `allOf`, behind `$ref`, beside a union.
@@ -83,7 +84,7 @@ class Unions:
     def _merged(self, forms: list[Any], is_closed: bool) -> dict[str, Any] | None:
         """One schema for objects that match all of these; None if there is none that is plain."""
         said, properties, required = dict[str, Any](), dict[str, Any](), dict[str, None]()
-        closed, seen = list[set[str]](), set[int]()
+        closed, seen, is_typed = list[set[str]](), set[int](), False
         for part, is_own in (one for form in forms for one in self._all_of(form, True, seen)):
             own, names = part.get("properties", {}), part.get("required", [])
             others = part.get("additionalProperties", True)
@@ -100,10 +101,11 @@ class Unions:
                 if name not in properties:
                     properties[name] = self._placed(value, is_own)
             required |= dict.fromkeys(names)
+            is_typed = is_typed or "type" in part
             closed += [set(own)] if others is False else []
         if any(properties.keys() - names for names in closed):
             return None
-        made: dict[str, Any] = {"type": "object", "required": [*required]}
+        made: dict[str, Any] = {"required": [*required], **({"type": "object"} if is_typed else {})}
         made |= {"properties": properties} if properties else {}
         return made | ({"additionalProperties": False} if is_closed or closed else {})
 

@@ -411,6 +411,8 @@ def test_schemas_mean_what_they_say(words, schema, taken, refused):
         [arm("k", {"const": 1}, "k"), arm("k", {"const": 1.0}, "k")],
         [arm("k", {"const": 1}), arm("k", {"const": 2}, "k")],
         [arm("a", {}, "a", **CLOSED), {"type": "object", "patternProperties": {"^a": {}}, **CLOSED}],
+        [{"minItems": 1}, {"type": "object"}],
+        [{"allOf": [{"required": ["a"]}, {"properties": {"a": {}}}]}, {"const": 1}],
         [{"enum": ["a", 1]}, {"type": "number"}], [{"type": "string", "nullable": True}, {"type": "null"}],
     ],
 )  # fmt: skip
