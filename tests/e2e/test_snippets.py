@@ -39,7 +39,8 @@ TOY = {  # commands that end by themselves, with flags that make them small
     **{name: [] for name in ("info", "completion", "vocabulary")},
 }
 FLAG = re.compile(r"(?<![\w='-])--[a-z][\w-]*")
-OTHERS = ["--spec-type", "--spec-draft-n-max", "--speculative-config", "--kv-cache-dtype", "--nnodes", "--model_args"]
+OTHERS = ["--spec-type", "--spec-draft-n-max", "--model_args"]
+OTHERS += ["--speculative-config", "--kv-cache-dtype", "--dtype", "--data-parallel-size", "--nnodes"]  # vLLM's
 NOT_HERE = re.compile(  # needs a network, a GPU, a file of another command, a longer context, or hours
     r"Qwen/|meta-llama/|HuggingFaceTB/|amd/|mask_token|--device cuda|--engine vllm"
     r"|tuned\.toml|ids\.json|--cost|--data|--tasks|--head-for|bench serve|8192|profile --model"
