@@ -10,7 +10,7 @@ from typing import Any
 
 from sameseed.cli.console import check_outputs, keep, load_llm, note, show_table, stages, stdout_console
 from sameseed.cli.flags import EvalArgs
-from sameseed.cli.options import EngineChoice, Parsed, draft_choice, words
+from sameseed.cli.options import EngineChoice, Parsed, draft_choice, unread, words
 from sameseed.errors import ConfigError
 from sameseed.measure.quality import compare, show, tasks
 from sameseed.measure.quality.compare import Comparing
@@ -36,8 +36,7 @@ def run(parsed: Parsed[EvalArgs]) -> int:
     check_outputs((args.out, "--out"))
     if args.compare:
         return _compare(args, _comparing(args, engine, asked))
-    if args.plot is not None:
-        raise ConfigError("--plot draws comparisons; give the variants with --compare")
+    unread(args, ("prompts", "num_prompts", "repeat", "plot"), "it is of comparisons; give the variants with --compare")
     model = args.name or engine.model
     tasks.check(asked)
     llm = load_llm(model, draft_choice(args.draft, model), quiet=args.json, **engine.settings)

@@ -100,6 +100,7 @@ def test_a_draft_that_never_agrees_is_warned_of(cli, model, data, tmp_path):
         (["--tasks", "humanevl"], "did you mean 'humaneval'"),
         (["--limit", "0", "--tasks", "gsm8k"], "limit must be at least 1"),
         (["--plot", "x.png"], "--compare"),
+        (["--num-prompts", "4"], "leave out --num-prompts"),
         (["--compare", "embedded", "--format", "w4a8"], "MODEL@FORMAT"),
         (["embedded", "--compare", "embedded"], "no other"),
     ],
