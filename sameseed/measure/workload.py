@@ -91,6 +91,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"a batch size must be at least 1, got {self.batch_size}")
+        if self.prompts:
+            check_batches((self.batch_size,), len(self.prompts))
         if self.params.seed is None:
             raise RequestError("a measurement needs a seed: without one no two runs can be compared; give --seed")
 

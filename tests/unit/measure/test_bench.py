@@ -210,6 +210,8 @@ def test_a_workload_without_a_seed_is_refused():
         Workload("w", ((1,),), SamplingParams())
     with pytest.raises(ConfigError, match="batch size"):
         Workload("w", ((1,),), SamplingParams(seed=1), 0)
+    with pytest.raises(ConfigError, match="give 2 prompts"):
+        Workload("w", ((1,),), SamplingParams(seed=1), 2)
 
 
 def test_arms_begin_with_plain_decoding():
