@@ -180,6 +180,8 @@ def matrix_bits(
     if own is None or own.weights != chosen.weights:
         check_blocks(name, shape, chosen)
     try:
+        if chosen.variant == "dq":  # its scales are decoded to float32
+            return 4 + 32 / (chosen.args(shape[1]).group or shape[1])
         return chosen.bits_per_weight(shape[1], source.dtype(name))
     except ConfigError as error:
         raise ConfigError(f"tensor {name} {list(shape)} cannot be stored as {chosen}: {error}") from None

@@ -379,7 +379,7 @@ def test_the_cache_follows_the_checkpoint(tmp_path):
         assert load(folder, weights="fp32").weights.dense == "fp32"
 
 
-@pytest.mark.parametrize("name", ["auto", *FORMATS])
+@pytest.mark.parametrize("name", ["auto", "nf4-dq", *FORMATS])
 def test_the_size_told_before_is_about_what_is_taken(name, folder):
     config = parse_config(VARIANTS["llama3.2"].raw)
     quant = QuantScheme.parse(name) if "g32" not in name else QuantScheme.parse("w8a16")
