@@ -43,7 +43,7 @@ def main() -> int:
 def run(argv: Seq[str], prog: str) -> int:
     """Check the arguments, query the server, show, write; the exit code gives the verdict."""
     args = tyro.cli(VerifyServerArgs, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
-    paths: dict[str, Any] = {name: path.expanduser() for name, path in vars(args).items() if isinstance(path, Path)}
+    paths: dict[str, Any] = {n: Path(os.path.expanduser(p)) for n, p in vars(args).items() if isinstance(p, Path)}
     args = replace(args, **paths)  # no shell does so after `--out=`
     try:
         earlier = None if args.again is None else last_report(args.again)

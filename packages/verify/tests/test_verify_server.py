@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said(
         (["nonsense"], "give a server's address"),
         ([server.url + "/v7"], "name the model with --name"),
         ([server.url, "--requests", "9"], "--requests must be at least 117"),
-        ([server.url, "--again", str(tmp_path / "none.jsonl")], "cannot read the earlier report"),
+        ([server.url, "--again=~no-such-user/none.jsonl"], "cannot read the earlier report"),
         ([server.url, "--again=~/empty.jsonl"], "holds no report"),
         ([server.url, "--only", "again"], "needs --again FILE"),
     ):
