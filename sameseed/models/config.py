@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed.models")
 
-ROUTERS = (
-    "mlp.gate",
-    "mlp.router",
-    "feed_forward.gate",
-)  # modules that stay as the checkpoint stores them, unless a rule names them
+# Modules that stay as the checkpoint stores them, unless a rule names them.
+ROUTERS = ("mlp.gate", "mlp.router", "feed_forward.gate")
 # Architecture in config.json -> the file of its family in this folder.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -118,13 +115,8 @@ EMBEDDED = {"embedded": "target", "smollm2-head": "smollm2"} | {f"embedded-{n}":
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
 OUTER = (
-    "architectures",
-    "quantization_config",
-    "tie_word_embeddings",
-    "eos_token_id",
-    "bos_token_id",
-    "suppress_tokens",
-)
+    "architectures", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id", "suppress_tokens",
+)  # fmt: skip
 GGUF = ".gguf"  # suffix of a model that is one file
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # AMD's and vLLM's key for the mask token; -1: none
 PARALLEL = ("pard", "pard2")  # spd_type of models that draft several tokens in one pass

@@ -337,7 +337,7 @@ class _Run:
 
     def _dense(self, name: str, scheme: QuantScheme) -> Tensor:
         """Embedding or head [V, C] in a dense scheme ("auto": the checkpoint's type)."""
-        coded = self.source.scheme(self._tensor(name)) is not None  # then it is decoded to float32, and no more precise
+        coded = self.source.scheme(self._tensor(name)) is not None  # decoded to float32, more than its codes need
         stored = scheme.format_for(torch.bfloat16 if coded else self.source.dtype(self._tensor(name)))
         dtype = next(dtype for dtype, format in DENSE.items() if format == stored)
         out = torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype)

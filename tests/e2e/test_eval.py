@@ -25,12 +25,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def cli(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def run(*argv):
-        code = main(["eval", *argv])
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda *argv: (main(["eval", *argv]), *capsys.readouterr())
 
 
 def test_one_model_all_tasks(cli, model, data, tmp_path, monkeypatch):

@@ -271,18 +271,8 @@ def test_train_draft_from_flags(
 
 def test_train_head_from_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", "head", "--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
-    own = [
-        "--layers",
-        "1",
-        "1",
-        "2",
-        "--draft-vocab-size",
-        "100",
-        "--unroll",
-        "2",
-        "--measure",
-        str(folder / "held.jsonl"),
-    ]
+    held = str(folder / "held.jsonl")
+    own = f"--layers 1 1 2 --draft-vocab-size 100 --unroll 2 --measure {held}".split()
     assert main([*argv, "--out", str(tmp_path / "out"), *SMALL, *own]) == 0
     text = capsys.readouterr().out
     assert "drafts accepted" in text and f"--draft {tmp_path / 'out' / 'head'}" in text

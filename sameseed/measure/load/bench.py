@@ -266,10 +266,8 @@ class LoadBench:
         taken = None if meter is None else meter.read()
         outcomes = [outcome.read(e) for e in sent]
         if all((o.error or "") in WRONG for o in outcomes):
-            remedy = "" if s.strict else "; --strict sends OpenAI's fields only"
-            raise ConfigError(
-                f"{arm.url} refuses every request, with {outcomes[0].error}: {outcomes[0].detail}{remedy}"
-            )
+            first, remedy = outcomes[0], "" if s.strict else "; --strict sends OpenAI's fields only"
+            raise ConfigError(f"{arm.url} refuses every request, with {first.error}: {first.detail}{remedy}")
         told = outcome.acceptance((o.speculation for o in outcomes if o.speculation), outcome.ANSWERED, "answers")
         if told is None and not any("speculative_decoding" in o.metrics for o in outcomes):
             after = outcome.counters(await wire.page(self.client, f"{arm.url}/metrics"))
