@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence as Seq
 
 from sameseed.request import SpecMetrics
@@ -23,19 +22,18 @@ class Alarm:
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # the warnings so far
-        self._seen: dict[int, tuple[weakref.ref[Drafter], SpecMetrics]] = {}  # by id: a drafter need not be hashable
-        self._said: set[int] = set()
+        self._drafter: Drafter | None = None
+        self._metrics = SpecMetrics()  # of this drafter
+        self._said: set[int] = set()  # ids of its levels with a warning: they need not be hashable
 
     def update(self, drafter: Drafter, num_draft: Seq[int], num_accepted: Seq[int]) -> None:
         """Count a round of a drafter (an engine's drafter may be replaced), and check it and the levels below it."""
-        known, metrics = self._seen.get(id(drafter), (lambda: None, SpecMetrics()))
-        if known() is not drafter:
-            metrics = SpecMetrics()
-            self._seen[id(drafter)] = (weakref.ref(drafter), metrics)
+        if self._drafter is not drafter:
+            self._drafter, self._metrics, self._said = drafter, SpecMetrics(), set()
         for drafted, accepted in zip(num_draft, num_accepted, strict=True):
             if drafted:
-                metrics.update(drafted, accepted)
-        for level, counted in [(drafter, metrics), *drafter.counted()]:
+                self._metrics.update(drafted, accepted)
+        for level, counted in [(drafter, self._metrics), *drafter.counted()]:
             if level.owns and is_useless(counted) and id(level) not in self._said:
                 self._said.add(id(level))
                 drafted, accepted = counted.num_draft_tokens, counted.num_accepted_tokens

@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fixtures_eagle import random_head, raw_config, write_head
@@ -10,7 +11,7 @@ from lawkit import MODEL_VOCAB, make_engine, random_prompts, run, texts
 
 from sameseed import ops
 from sameseed.config import SpecConfig
-from sameseed.engine.alarm import is_useless
+from sameseed.engine.alarm import Alarm, is_useless
 from sameseed.lengths import _budget
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
@@ -80,3 +81,13 @@ def test_a_good_draft_sounds_no_alarm(pair):
     run(engine, PROMPTS, GREEDY)
     assert engine.metrics.num_draft_tokens > 200
     assert engine.alarm.texts == []
+
+
+def test_a_drafter_in_place_of_another_is_judged_by_itself():
+    alarm = Alarm()
+    for _ in range(3):  # each may get the address of the one before
+        drafter = SimpleNamespace(name="mine", owns=True, counted=list)
+        for _ in range(20):
+            alarm.update(drafter, [4], [0])
+        del drafter
+    assert len(alarm.texts) == 3
