@@ -175,5 +175,6 @@ def read_config(folder: Path) -> ModelConfig:
             return parse_config(gguf.raw_config(file), where=str(folder))
     raw = read_json(folder / "config.json")
     raw["eos_token_id"] = list(end_tokens(folder, raw))
-    raw["suppress_tokens"] = read_object(folder / GENERATION).get("suppress_tokens")
+    if suppressed := read_object(folder / GENERATION).get("suppress_tokens"):
+        raw["suppress_tokens"] = suppressed
     return parse_config(raw, where=str(folder / "config.json"))

@@ -45,8 +45,13 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     config = read_config(tmp_path)
     assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5, 97]}))
-    assert read_config(tmp_path).suppress_tokens == (5,)
+
+
+@pytest.mark.parametrize(("generation", "expected"), [({"suppress_tokens": [5, 97]}, (5,)), ({}, (7,))])
+def test_suppressed_tokens_of_generation_config_come_first(generation, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(changed(suppress_tokens=[7])))  # as written for a GGUF file
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).suppress_tokens == expected
 
 
 TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
