@@ -321,15 +321,18 @@ def _sights(
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Each layer's window, and whether a place sees only the places before it, by the rules of vLLM and speculators."""
     usual = "sliding_attention" if inner.get("use_sliding_window") else "full_attention"
-    slides = [kind == "sliding_attention" for kind in inner.get("layer_types") or [usual] * layers]
+    kinds = inner.get("layer_types") or [usual] * layers  # may go on with the target's layers
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise ModelLoadError(f"{where}: layer_types must list a kind for each of {layers} layers, got {str(kinds)[:80]}")
+    slides = [kind == "sliding_attention" for kind in kinds[:layers]]
     causal = [slide and not settings.get("sliding_window_non_causal") for slide in slides]
     if settings.get("use_swa") and not any(slides):
         slides = [True] * layers
     said = next((settings[name] for name in ("is_causal", "causal") if settings.get(name) is not None), None)
-    window = whole_number(settings, where, "swa_window_size", inner.get("sliding_window") or 0, least=any(slides))
-    return tuple(window if slide else None for slide in slides), tuple(
-        c if said is None else bool(said) for c in causal
-    )
+    if said is not None:
+        causal = [bool(said)] * layers
+    window = whole_number(settings, where, "swa_window_size", inner.get("sliding_window") or 0, least=int(any(slides)))
+    return tuple(window if slide else None for slide in slides), tuple(causal)
 
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
