@@ -137,23 +137,24 @@ class Lfm2(Llama):
     def read_mixer(reader: WeightReader, layer: int) -> dict[str, Any]:
         """The fields of a layer that are not its MLP's."""
         c, at = reader.config, f"model.layers.{layer}"
-        attention, conv = f"{at}.self_attn", f"{at}.conv"
-        mixer: dict[str, Any] = (
-            {
-                "qkv": reader.stack([f"{attention}.{n}_proj" for n in "qkv"]),
-                "q_norm": reader.norm(f"{attention}.q_layernorm"),
-                "k_norm": reader.norm(f"{attention}.k_layernorm"),
-                "o": reader.matrix(f"{attention}.out_proj"),
-            }
-            if layer not in c.recurrent
-            else {
+        norms = {"input_norm": reader.norm(f"{at}.operator_norm"), "post_norm": reader.norm(f"{at}.ffn_norm")}
+        if layer in c.recurrent:
+            conv = f"{at}.conv"
+            taps = reader.vector(f"{conv}.conv.weight").view(-1, c.taps).T.contiguous()
+            return {
+                **norms,
                 "qkv": reader.matrix(f"{conv}.in_proj"),
-                "conv": reader.vector(f"{conv}.conv.weight").view(-1, c.taps).T.contiguous(),
+                "conv": taps,
                 "o": reader.matrix(f"{conv}.out_proj"),
             }
-        )
-        norms = {"input_norm": reader.norm(f"{at}.operator_norm"), "post_norm": reader.norm(f"{at}.ffn_norm")}
-        return {**mixer, **norms}
+        attention = f"{at}.self_attn"
+        return {
+            **norms,
+            "qkv": reader.stack([f"{attention}.{n}_proj" for n in "qkv"]),
+            "q_norm": reader.norm(f"{attention}.q_layernorm"),
+            "k_norm": reader.norm(f"{attention}.k_layernorm"),
+            "o": reader.matrix(f"{attention}.out_proj"),
+        }
 
     def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
         return plain_rows(ops.conv(ops.product(rows, w.qkv), w.conv, state, batch))

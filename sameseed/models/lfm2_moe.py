@@ -79,12 +79,8 @@ class Lfm2Moe(Lfm2):
 
     @classmethod
     def views(cls, config: Lfm2MoeConfig) -> dict[str, View]:
-        found = [expert_views(config, f"model.layers.{i}") for i in config.mixtures]
-        return {
-            n: v._replace(tensor=v.tensor.replace(".mlp.", ".feed_forward."))
-            for views in found
-            for n, v in views.items()
-        }
+        views = (found for i in config.mixtures for found in expert_views(config, f"model.layers.{i}").items())
+        return {n: v._replace(tensor=v.tensor.replace(".mlp.", ".feed_forward.")) for n, v in views}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
