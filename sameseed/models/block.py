@@ -12,10 +12,9 @@ vocabulary, A: rank of the Markov head or the selector.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
 
 import numpy as np
 import torch
@@ -108,9 +107,7 @@ class BlockHead(Runnable):
         # A block may begin at the last position of the context, so the table is longer by one block.
         rope = rope_table(config.layer.rope, config.layer.head_dim, self.max_model_len + config.block_size)
         self.rope = rope.to(self.device)
-        if weights.convs or any(config.causal):  # a recorded pass has one mask, and no convolution
-            forward = weakref.WeakMethod(self._forward)
-            self._run = lambda *args: cast(Any, forward())(ops, *args)
+        self._can_record = not (weights.convs or any(config.causal))  # such a pass has one mask, and no convolution
 
     @torch.inference_mode()
     def inject(self, states: Tensor, batch: Batch, cache: KVCache) -> None:
@@ -123,7 +120,8 @@ class BlockHead(Runnable):
 
         With a selector also its gates [R, A].
         """
-        logits, gates, _ = self._run(batch, cache, GUESS)
+        run = self._run if self._can_record else partial(self._forward, self.ops)
+        logits, gates, _ = run(batch, cache, GUESS)
         return logits, gates
 
     @torch.inference_mode()
