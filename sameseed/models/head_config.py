@@ -323,7 +323,9 @@ def _sights(
     usual = "sliding_attention" if inner.get("use_sliding_window") else "full_attention"
     kinds = inner.get("layer_types") or [usual] * layers  # may go on with the target's layers
     if not isinstance(kinds, list) or len(kinds) < layers:
-        raise ModelLoadError(f"{where}: layer_types must list a kind for each of {layers} layers, got {str(kinds)[:80]}")
+        raise ModelLoadError(
+            f"{where}: layer_types must list a kind for each of {layers} layers, got {str(kinds)[:80]}"
+        )
     slides = [kind == "sliding_attention" for kind in kinds[:layers]]
     causal = [slide and not settings.get("sliding_window_non_causal") for slide in slides]
     if settings.get("use_swa") and not any(slides):
@@ -338,11 +340,10 @@ def _sights(
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     """Raise ModelLoadError for settings that change the computation and are not supported."""
     projector = settings.get("projector_type", "dflash")
-    if projector not in ("dflash", "dflash2") or settings.get("shift_label"):
-        raise ModelLoadError(
-            f"{where}: a block head of projector_type {projector!r} is not supported; only 'dflash' is"
-        )
-    for name, usual in (("input_embedding_scale", 1), ("output_multiplier", 1), ("is_neox_style", True)):
+    if projector not in ("dflash", "dflash2"):
+        raise ModelLoadError(f"{where}: projector_type {projector!r} is not supported; dflash and dflash2 are")
+    wanted = {"input_embedding_scale": 1, "output_multiplier": 1, "is_neox_style": True, "shift_label": False}
+    for name, usual in wanted.items():
         if settings.get(name) not in (None, usual):
             raise ModelLoadError(f"{where}: {name} {settings[name]!r} is not supported; only {usual} is")
     if settings.get("selector_rank") and settings.get("final_logit_softcapping"):
