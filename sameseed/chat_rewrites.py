@@ -47,7 +47,7 @@ def _one_instruction(messages: Messages) -> Messages:
     instructions = [m for m in messages if m["role"] in SYSTEM]
     if instructions in ([], list(messages[:1])):
         return messages
-    text = "\n\n".join(_text(m) for m in instructions)
+    text = "\n\n".join(filter(None, map(_text, instructions)))
     return [{**instructions[0], "content": text}, *(m for m in messages if m["role"] not in SYSTEM)]
 
 

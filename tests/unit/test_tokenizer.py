@@ -366,6 +366,7 @@ def called(*ids, arguments='{"a": [null, "é"], "b": "c"}', **fields):
 
 
 SYSTEMS = [said("system", "a"), said("developer", [{"type": "text", "text": "b"}]), said("user", "c")]
+EMPTY = [said("user", "a"), said("system", ""), said("system", "b")]
 LATE = [said("user", "a"), said("assistant", "b"), said("system", "c"), said("user", "d")]
 RESULTS = [said("tool", "1", tool_call_id="call_1"), said("tool", "2", tool_call_id="call_2")]
 
@@ -375,6 +376,7 @@ RESULTS = [said("tool", "1", tool_call_id="call_1"), said("tool", "2", tool_call
     [
         (ALL, SYSTEMS, "[system a][system b][user c]"),
         (FIRST, SYSTEMS, "[system a\n\nb][user c]"),
+        (FIRST, EMPTY, "[system b][user a]"),
         (FIRST, LATE, "[system c][user a][assistant b][user d]"),
         (ONE_RUN, SYSTEMS, "[system a\n\nb][user c]"),
         (ONE_RUN, LATE, "[user a][assistant b][system c][user d]"),
