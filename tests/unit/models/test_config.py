@@ -40,18 +40,13 @@ def test_end_tokens(eos, expected):
     ],
 )
 def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(changed(eos_token_id=2, bos_token_id=-1)))
+    (tmp_path / "config.json").write_text(json.dumps(changed(eos_token_id=2, bos_token_id=-1, suppress_tokens=[7])))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     config = read_config(tmp_path)
-    assert (config.eos_token_ids, config.bos_token_id) == (expected, None)
-
-
-@pytest.mark.parametrize(("generation", "expected"), [({"suppress_tokens": [5, 97]}, (5,)), ({}, (7,))])
-def test_suppressed_tokens_of_generation_config_come_first(generation, expected, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(changed(suppress_tokens=[7])))  # as written for a GGUF file
-    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert read_config(tmp_path).suppress_tokens == expected
+    assert (config.eos_token_ids, config.bos_token_id, config.suppress_tokens) == (expected, None, (7,))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [5, 97]}))
+    assert read_config(tmp_path).suppress_tokens == (5,)
 
 
 TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
