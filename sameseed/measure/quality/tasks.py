@@ -151,7 +151,7 @@ ASK = (
     "```python\n{prompt}\n```"
 )
 # The end is indented like the opening line, or by a list's mark more; the fences of a docstring are further in.
-FENCE = re.compile(r"^([ \t]*)[^\n`]*```[^\n`]*\n(.*?)(?:^\1 {0,3}```|\Z)", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^([ \t]*)(?:[^\n`]|`[^\n`]+`)*`{3,}[^\n`]*\n(.*?)(?:^\1 {0,3}```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def program(row: Row, text: str, chat: bool = False) -> str:

@@ -71,8 +71,8 @@ PLUS_3 = "def plus_3(x):\n    return x + 3"
 @pytest.mark.parametrize(
     "text",
     [
-        f"Sure:\n```python\n{PLUS_3}\n```\nThat is all.",
-        "```\n    return x + 3\n```",
+        f"Sure, `plus_3`: ```python\n{PLUS_3}\n```\nThat is all.",
+        "````\n    return x + 3\n````",
         "```python\nimport math\n\ndef helper(x):\n    return x + 3\n\ndef plus_3(x):\n    return helper(x)\n```",
         f"<think>\n```python\n{PLUS_3[:-4]}\n```\nNo.\n</think>\n```Python\n{PLUS_3}\n```",
         f'Install:\n```sh\npip install x\n```\nThen:\n``` python3 title="a.py"\n{PLUS_3}\n```'.replace("\n", "\r\n"),
