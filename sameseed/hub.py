@@ -145,13 +145,13 @@ def cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     repository, _, label = name.partition(":")
-    repository, label = (repository, label) if label else (str(Path(name).parent), Path(name).stem)
+    repository = repository if label else str(Path(name).parent)
     try:
         files = sorted(Path(snapshot_download(repository, local_files_only=True)).rglob("*"))
     except Exception:  # the hub's own errors: nothing of it is there
         return None
     models = (f for f in files if f.suffix.lower() == ".gguf" and not f.name.startswith(("mmproj", "mtp-")))
-    return next((f for f in models if _part(label).search(f.stem)), None)
+    return next((f for f in models if (_part(label).search(f.stem) if label else f.name == Path(name).name)), None)
 
 
 def _files(repository: str) -> list[str]:

@@ -127,10 +127,10 @@ def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
     shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     assert sheet("org/name", "w8a8").weights == sheet("embedded", "w8a8").weights
-    for name in ("mmproj-a-Q4_0.gguf", "a-Q4_0.gguf", "a-Q8_0.gguf"):
+    for name in ("mmproj-a-Q4_0.gguf", "a-Q4_0.gguf", "A-q8_0.gguf", "q8_0.gguf"):
         (tmp_path / name).write_bytes(b"")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, local_files_only: str(tmp_path))
-    assert [paper.find(f"org/name{n}").name for n in (":q4_0", "/a-Q8_0.gguf")] == ["a-Q4_0.gguf", "a-Q8_0.gguf"]
+    assert [paper.find(f"org/name{n}").name for n in (":q4_0", "/q8_0.gguf")] == ["a-Q4_0.gguf", "q8_0.gguf"]
 
     def fails(*_):
         raise OSError("no network")
