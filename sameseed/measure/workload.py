@@ -71,8 +71,8 @@ def _prompt(line: Line) -> Prompt:
 
 def check_batches(sizes: Seq[int], num_prompts: int) -> None:
     """Raise ConfigError if the prompts do not fill the largest of these batches: it would be measured smaller."""
-    if max(sizes) > num_prompts:
-        raise ConfigError(f"batch {max(sizes)} of {num_prompts} prompts: give {max(sizes)} prompts or more")
+    if (most := max(sizes)) > num_prompts:
+        raise ConfigError(f"batch {most} of {num_prompts} prompts: give {most} prompts or more, or a smaller batch")
 
 
 @dataclass(frozen=True)
