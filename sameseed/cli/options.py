@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -290,7 +290,7 @@ def _checked(spec: SpecConfig, target: str) -> SpecConfig:
     return dataclasses.replace(spec, model=name, below=below)
 
 
-def unread(args: Any, names: Iterable[str], why: str) -> None:
+def unread(args: Any, names: Collection[str], why: str) -> None:
     """Raise ConfigError for a flag among `names` that was given, though nothing reads it beside the others."""
     given = next((f.name for f in fields(args) if f.name in names and getattr(args, f.name) != f.default), None)
     if given is not None:

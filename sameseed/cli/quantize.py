@@ -27,9 +27,8 @@ def run(parsed: Parsed[QuantizeArgs]) -> int:
     if args.head_for is not None:
         return _turn_head(args, args.head_for, args.out)
     unread(args, ("original",), "it is the first target of a head, for --head-for")
-    unread(
-        args, () if args.budget else ("candidates",), "only --budget chooses from them; --scheme says what is stored"
-    )
+    if args.budget is None:
+        unread(args, ("candidates",), "only --budget chooses from them; --scheme says what is stored")
     given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
     given["options"] = parse_options(args.options)
     given["candidates"] = tuple(c.strip() for c in args.candidates.split(",") if c.strip())
