@@ -96,7 +96,7 @@ def _draft_format(tuned: Tuned, model: str) -> str:
     return "auto"
 
 
-def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> SpecConfig:
+def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str], reads_folders: bool = True) -> SpecConfig:
     """The one drafter of the choice that another engine supports: of several, the last such one. Notes the rest."""
     chosen = tuned.chosen
     spec = parse_draft(chosen.draft) if chosen.draft and chosen.draft != "none" else SpecConfig()
@@ -110,7 +110,7 @@ def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str]) -> Spe
             f"--draft {chosen.draft!r} has no counterpart"
             + (": plain decoding" if kept.method == "none" else f": {what} alone; measure again, for k was for all")
         )
-    if kept.model and (form := _draft_format(tuned, kept.model)) != "auto":
+    if reads_folders and kept.model and (form := _draft_format(tuned, kept.model)) != "auto":
         notes.append(
             f"--draft-format {form}: a draft is read as stored; write it first: sameseed quantize "
             f"{kept.model} --scheme {form} --out DIR"
@@ -221,10 +221,10 @@ def _llama_cpp(tuned: Tuned) -> Exported:
             notes.append(
                 f"--kv-format {chosen.kv_format} has no counterpart: llama.cpp keeps {', '.join(GGUF_KV.values())}"
             )
-    spec = _one_drafter(tuned, {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}, notes)
+    able = {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}
+    spec = _one_drafter(tuned, able, notes, reads_folders=False)
     if spec.method != "none":
-        kind = _kind(spec)
-        words += ["--spec-type", {"ngram": "ngram-simple", "head": "draft-eagle3"}.get(kind, "draft-simple")]
+        words += ["--spec-type", able[_kind(spec)]]
         if spec.model is not None:
             words += _gguf(spec.model, _draft_format(tuned, spec.model), notes, draft=True)
         words += ["--spec-draft-n-max", str(_most(chosen)), "--spec-draft-p-min", "0"]

@@ -100,11 +100,11 @@ def test_a_parallel_draft_writes_a_token_a_pass_elsewhere(engine: str) -> None:
 
 def test_llama_cpp_says_the_same() -> None:
     made = export(with_(kv_format="int8", format="w8a8"), "llama.cpp")
-    text = " ".join(made.command)
+    text = " ".join((*made.command, *made.notes))
     assert "-m target-Q8_0.gguf" in text and "--spec-type draft-eagle3 -md head-Q8_0.gguf --spec-draft-n-max 5" in text
-    assert "-ctk q8_0 -ctv q8_0" in text and "-np 16 -c 8192 -t 3" in text
-    assert any("convert_hf_to_gguf.py" in note for note in made.notes)
-    assert "draft-simple" in export(with_(draft="embedded-draft"), "llama.cpp").command
+    assert "-ctk q8_0 -ctv q8_0" in text and "-np 16 -c 8192 -t 3" in text and "convert_hf_to_gguf.py" in text
+    made = export(with_(draft="embedded-draft"), "llama.cpp")
+    assert "draft-simple" in made.command and "sameseed quantize" not in " ".join(made.notes)
 
 
 FILE = "-m target-Q4_1.gguf"
