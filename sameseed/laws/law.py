@@ -37,11 +37,12 @@ FITS = f"every p-value of the G-test above {ALPHA:g}, total variation below 1.25
 
 
 def _logits(model: Decoder, kv_format: str, tokens: Seq[int]) -> Floats:
-    """The model's own logits [V] after `tokens`, in float64."""
+    """The model's own logits [V] after `tokens`, in float64; -inf for tokens that it never writes."""
     c, blocks = model.config, list(range(-(-len(tokens) // 16)))
     cache = KVCache(c.kv_shapes, len(blocks), 16, kv_format, str(model.device))
     batch = build_batch([Rows(list(tokens), 0, [], [], blocks, True)], 16, model.device)
     row: Floats = model.run(batch, cache)[0][0].double().cpu().numpy()
+    row[list(c.suppress_tokens)] = -np.inf
     return row
 
 

@@ -75,6 +75,8 @@ class Subject:
 
         From the second turn of a check on, each prompt ends in a phrase that repeats: drafts by look-up find it again.
         """
+        # The textbook knows the parameters alone, not what the checkpoint suppresses.
+        params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.target.config.suppress_tokens))
         made = []
         for i in range(start + self.turn * FRESH, start + self.turn * FRESH + count):
             time, which = divmod(i, len(self.prompts))
