@@ -112,17 +112,17 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     `path` holds the draft tokens between the sequence's known tokens and this row. The penalties count them, exactly as
     if the tokens had been decoded one by one. While a prompt is scored, the first tokens of `path` are prompt tokens.
     """
-    params = seq.params
+    params, num_written = seq.params, seq.num_output + len(path)  # less than 0 while a prompt is scored
     row = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         allowed = [t for t in params.allowed_token_ids if t < len(row)]
         kept = row[allowed]
         row[:] = -np.inf
         row[allowed] = kept
-    if seq.grammar is not None and seq.num_output + len(path) >= 0:
+    if seq.grammar is not None and num_written >= 0:
         _allow(row, seq.grammar.allowed(seq.output_token_ids, _written(seq, path)))
-    banned = list(params.banned_token_ids)
-    if 0 <= seq.num_output + len(path) < params.min_tokens:
+    banned = list(params.banned_token_ids) if num_written >= 0 else []
+    if 0 <= num_written < params.min_tokens:
         banned += [*eos_token_ids, *params.stop_token_ids]
     row[[t for t in banned if t < len(row)]] = -np.inf
     for token, bias in params.logit_bias.items():

@@ -33,8 +33,8 @@ def _op(name, function, old, new, *checks, **settings):
 _PROCESSORS = (
     _text("allowed tokens are not heeded", sampling.adjust, "row[:] = -np.inf", "pass"),
     _text("every other banned token is forgotten", sampling.adjust, "for t in banned if", "for t in banned[::2] if"),
-    _text("the least length counts the prompt", sampling.adjust, "0 <= seq.num_output + len(path)", "0 <= len(seq)"),
-    _text("the least length forgets the draft", sampling.adjust, "seq.num_output + len(path) <", "seq.num_output <"),
+    _text("the least length counts the prompt", sampling.adjust, "0 <= num_written", "0 <= len(seq)"),
+    _text("the least length forgets the draft", sampling.adjust, "num_written <", "seq.num_output <"),
     _text(
         "prompts that are scored count as written", sampling._written, "path[max(0, -seq.num_output) :]", "path", "P2"
     ),

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, and requests that fail alone, also where memory runs out."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -24,17 +24,18 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_a_scored_prompt_is_continued_as_ever_after_a_preemption(reference_pair):
-    done = []
+    done, asked = [], replace(ASKED, banned_token_ids=(5,))
     for scores in (False, True):
         engine = make_engine(reference_pair, "draft_model", rows=70, tokens=256)  # room for one sequence
         for name, prompt in (("r0", PROMPT), ("r1", OTHER), ("r2", PROMPT[::-1])):
-            engine.add(Request(name, prompt, ASKED, 3, score_prompt=scores))
+            engine.add(Request(name, prompt, asked, 3, score_prompt=scores))
         done.append(finished(engine))
         assert engine.scheduler.num_preemptions
         assert_nothing_left(engine)
     for key, scored in done[1].items():
         assert (scored.token_ids, scored.logprobs) == (done[0][key].token_ids, done[0][key].logprobs)
         assert [p.token_id for p in scored.prompt_logprobs] == list(scored.prompt_token_ids[1:])
+        assert min(p.logprob for p in scored.prompt_logprobs) > -1e3, "a ban is on what is written"
 
 
 @pytest.mark.parametrize("method", ["none", "suffix"])
