@@ -60,11 +60,8 @@ def test_regret_is_what_the_choice_lacks_of_the_best() -> None:
     assert max(found.settings, key=lambda row: row["measured"]["1"]["value"])["setting"] == "ngram k=1", "once, by luck"
     assert (found.choice.setting, found.best) == ("ngram k=2", "ngram k=5")
     assert found.choice.share.value == pytest.approx(1 - 1.2 / 1.5)
-    assert {name: x.setting for name, x in found.baselines.items()} == {
-        "plain": "plain",
-        "longest acceptance": "ngram k=5",
-        "k = 4": "ngram k=4",
-    }
+    baselines = {"plain": "plain", "longest acceptance": "ngram k=5", "k = 4": "ngram k=4"}
+    assert {name: x.setting for name, x in found.baselines.items()} == baselines
     lucky_ones = 2  # one at each batch size
     assert (found.errors.median, found.errors.worst) == (pytest.approx(0.0), pytest.approx(0.5))
     assert (found.errors.coverage, found.errors.count) == (1 - lucky_ones / 12, 12)
@@ -75,7 +72,8 @@ def test_the_command_runs_the_whole_grid(tmp_path: Path, capsys: pytest.CaptureF
     prompts, records = tmp_path / "prompts.txt", tmp_path / "records.jsonl"
     prompts.write_text("\n".join(f"The {word} is" for word in ("cat", "sun", "house", "river")))
     argv = f"regret embedded --prompts {prompts} --max-tokens 4 --batch 1 --drafts ngram --records {records}"
-    assert main([*argv.split(), "--plot", "p.png"]) == 2 and "leave out --plot" in capsys.readouterr().err
+    for flag, value, says in (("--plot", "p.png", "leave out --plot"), ("--batch", "4", "give at least 8")):
+        assert main([*argv.split(), flag, value]) == 2 and says in capsys.readouterr().err
     assert main(argv.split()) == 0
     assert "best on the prompts held out" in capsys.readouterr().out
     assert json.loads(records.read_text())["errors"]["count"] == 7

@@ -38,8 +38,8 @@ def run(argv: Seq[str], prog: str) -> int:
 
     check_outputs((args.records, "--records"))
     asked = requested(args)
-    if asked.objective in ("ttft", "memory") or len(asked.prompts) < 4:
-        raise ConfigError("regret is of speed, on half of the prompts: give at least four, and another --objective")
+    if len(asked.prompts) < (least := 2 * max(2, *asked.batches)) or asked.objective in ("ttft", "memory"):
+        raise ConfigError(f"regret is of speed, on half of the prompts: give at least {least}, and another --objective")
     # Every other prompt: files list their domains one after the other.
     asked = replace(asked, prompts=asked.prompts[::2], held_out=asked.prompts[1::2])
     with stages(f"tuning {args.model}", args.json) as tell:
