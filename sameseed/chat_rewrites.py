@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
-from itertools import groupby, islice, takewhile
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 Messages = Seq[Mapping[str, Any]]
@@ -101,7 +101,7 @@ def _one_call_each(messages: Messages) -> Messages:
         if len(calls) < 2:
             made.append(answer)
             continue
-        results = list(takewhile(lambda m: m["role"] in OF_TOOLS, islice(messages, at, None)))
+        results = list(takewhile(lambda m: m["role"] in OF_TOOLS, messages[at:]))
         at += len(results)
         ids = [call.get("id") for call in calls]
         for number, call in enumerate(calls):
@@ -173,7 +173,7 @@ def opened(call: Any) -> Any:
 
 
 def boxed(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls are opened, with objects as all arguments: a text that is none, say cut off, is in one."""
+    """A message with objects as the arguments of its calls; a text, such as one that was cut off, is put into one."""
     calls = _calls(message)
     if all(isinstance(call["function"].get("arguments"), Mapping) for call in calls):
         return message
