@@ -209,12 +209,12 @@ def stored_scheme(config: Mapping[str, Any]) -> str | None:
     if not found:
         return None
     if found.get("quant_method") in ("gptq", "awq"):
-        group = found.get("group_size", 128)  # -1: one scale per output
+        group = found.get("group_size", 128) or -1  # -1: one scale per output
         return f"w{found.get('bits', 4)}a16" + (f"-g{group}" if group > 0 else "")
     if found.get("bnb_4bit_quant_type") == "nf4":
         return "nf4-dq" if found.get("bnb_4bit_use_double_quant") else "nf4"
-    layout, groups = str(found.get("format")), (found.get("config_groups") or {}).values()
-    names = {_group_scheme(group, group.get("format") or layout) for group in groups}
+    groups = [group for group in (found.get("config_groups") or {}).values() if group.get("weights")]
+    names = {_group_scheme(group, group.get("format") or str(found.get("format"))) for group in groups}
     names = names if len(names) == 1 else {_any_group(name) for name in names}
     return names.pop() if len(names) == 1 else str(found.get("quant_method"))
 
@@ -225,7 +225,7 @@ def _group_scheme(group: Mapping[str, Any], layout: str) -> str:
     if weights.get("type") == "float":
         name = "fp8" if weights["num_bits"] == 8 else layout.partition("-")[0]  # mxfp4, nvfp4
         return name + ("-a8" if rows else "") + ("-b128" if weights.get("strategy") == "block" else "")
-    size = f"-g{weights['group_size']}" if weights.get("group_size") else ""
+    size = f"-g{weights['group_size']}" if (weights.get("group_size") or -1) > 0 else ""
     asym = "" if weights.get("symmetric", True) else "-asym"
     return f"w{weights['num_bits']}a{rows['num_bits'] if rows else 16}{size}{asym}"
 

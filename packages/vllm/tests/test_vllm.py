@@ -156,7 +156,7 @@ W4 = {"num_bits": 4, "type": "int", "group_size": 128}
 W8 = {"num_bits": 8, "type": "int"}
 FP8 = {"num_bits": 8, "type": "float"}
 STORED = [
-    ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": W4}}}, "w4a16-g128"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": W4}, "h": {}}}, "w4a16-g128"),
     ({"config_groups": {"g": {"weights": W8, "input_activations": {"num_bits": 8}}}}, "w8a8"),
     ({"config_groups": {"g": {"weights": {**W4, "symmetric": False}}}}, "w4a16-g128-asym"),
     ({"config_groups": {"g": {"weights": W4}, "h": {"weights": {**W4, "group_size": 64}}}}, "w4a16"),
@@ -166,7 +166,7 @@ STORED = [
     ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4-dq"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "w4a16-g32"),
     ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "w4a16"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "w4a16-g128"),
+    ({"quant_method": "awq", "bits": 4, "group_size": None}, "w4a16"),
 ]
 
 
