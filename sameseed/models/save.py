@@ -258,8 +258,8 @@ class _Writer:
         layouts = {g["format"] for g, _ in groups}
         made = {}
         for i, (group, modules) in enumerate(groups):
-            # A single group targets all linear layers except `ignore`, and by name what vLLM counts as none; several
-            # groups name their modules.
+            # A single group targets all linear layers except `ignore`, and names what vLLM does not count as linear;
+            # several groups name their modules.
             ends = [m for m in ("model.embed_tokens", "lm_head") if m in modules]
             targets = ["Linear", *ends] if len(groups) == 1 else modules
             made[f"group_{i}"] = {**group, "targets": targets}

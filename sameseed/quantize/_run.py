@@ -317,7 +317,7 @@ class _Run:
         return QuantScheme(rules=self.scheme.rules).at(*((EMBEDDING, HEAD) if self.tied else (name,)))
 
     def _ends_keep(self, scheme: QuantScheme) -> bool:
-        """Whether embedding and head keep the source's codes: not in a layout that others read, who read no such codes.
+        """Whether embedding and head keep the source's codes, which only sameseed's own layout can hold.
 
         `scheme`: of the layers. Where it is "auto", everything is kept.
         """
