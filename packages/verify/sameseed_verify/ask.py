@@ -162,7 +162,7 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
         raise VerifyError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
     code = response.status_code
     if response.has_redirect_location:
-        raise VerifyError(f"{endpoint.url}/models has moved to {response.headers['location']}; give this address")
+        raise VerifyError(f"{endpoint.url}/models has moved; give {response.url.join(response.headers['location'])}")
     if code == 401 or (code == 403 and not endpoint.model):
         raise VerifyError(f"{endpoint.url} {NO_KEY}")
     try:

@@ -304,7 +304,7 @@ async def test_what_is_no_such_server_is_said() -> None:
         (half, "does not answer as a server with OpenAI's API"),
         (lambda r: httpx.Response(404), "name the model with --name"),
         (lambda r: httpx.Response(401), "API key"),
-        (lambda r: httpx.Response(308, headers={"location": "https://h/v1/models"}), "moved to https://h/v1/models"),
+        (lambda r: httpx.Response(308, headers={"location": "/v2/models"}), "moved; give http://fake/v2/models"),
         (PromiseServer("max_tokens"), "Only models that take max_tokens"),
     ):
         with pytest.raises(VerifyError, match=says):
