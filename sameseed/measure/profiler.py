@@ -14,7 +14,7 @@ import numpy as np
 
 from sameseed import devices, ops
 from sameseed.cost.experts import counted
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, ModelLoadError, nearest
 from sameseed.measure import shapes, usage
 from sameseed.measure.costs import PARTS, BatchDecode, Cost, Prefill, Profile, Report, StoredModel
 from sameseed.measure.limits import Limits, measure_limits
@@ -61,6 +61,13 @@ class Candidate:
         self.stored: StoredModel | None = None
 
 
+def _found(model: str) -> Path:
+    try:
+        return resolve_model(model)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{error}{nearest(model.lower(), shapes.NAMES)}") from None
+
+
 class Profiler:
     """One profile measurement. The constructor checks the settings and the memory before anything is loaded."""
 
@@ -81,7 +88,7 @@ class Profiler:
 
     def _candidates(self, role: str, shape: str | None, model: str | None, formats: Seq[str]) -> list[Candidate]:
         """A shape or a model in each format."""
-        folder = None if shape is not None else resolve_model(model or "")
+        folder = None if shape is not None else _found(model or "")
         config = get_shape(shape or "") if folder is None else counted(read_config(folder), folder)
         self.names[role] = (shape or "").lower() if folder is None else record.model_name(model or "")
         if role == "target" and self.grid.layers is not None:
