@@ -171,7 +171,8 @@ def bpe_keys(source, pre, special, **more):
         writer.add_token_types([1] * len(tokens) + list(special.values()))
         writer.add_token_merges(merges)
         for name, value in more.items():
-            add = getattr(writer, f"add_{name}", partial(writer.add_uint32, f"tokenizer.ggml.{name}"))
+            plain = writer.add_array if isinstance(value, list) else writer.add_uint32
+            add = getattr(writer, f"add_{name}", partial(plain, f"tokenizer.ggml.{name}"))
             add(value)
 
     return keys

@@ -62,9 +62,9 @@ def save_quantized(
     """
     out = Path(os.path.abspath(out))  # absolute: `out` may be the working directory
     raw = {**source_config(source), **(config or {})}
-    raw.pop("quantization_config", None)
-    raw.pop("compression_config", None)
-    raw.pop("quantization", None)  # MLX's
+    for name in ("quantization_config", "compression_config", "quantization"):  # the last is MLX's
+        raw.pop(name, None)
+    suppressed = raw.pop("suppress_tokens", None) if source.is_file() else None  # transformers wants it elsewhere
     if any(scheme.weights == "mxfp4" for scheme in schemes.values()):
         raw["dtype"] = raw["torch_dtype"] = "bfloat16"  # transformers decodes mxfp4 to nothing else
     with new_folder(out, overwrite, source) as partial:
@@ -79,6 +79,9 @@ def save_quantized(
         about = f"Written by sameseed from {source.name}: {len(schemes)} matrices in {formats}.\n"
         readme = f"# {title}, quantized\n\n{about}" + (f"\n{card}\n" if card else "")
         texts = {"config.json": json.dumps(raw, indent=2), "README.md": readme, **(files or {})}
+        if suppressed:
+            generation = {"eos_token_id": raw["eos_token_id"], "suppress_tokens": suppressed}
+            texts["generation_config.json"] = json.dumps(generation, indent=2)
         for name, text in texts.items():
             write_file(partial / name, [text.encode()])
     return out

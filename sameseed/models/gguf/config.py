@@ -74,7 +74,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "rope_parameters": rope,
         "eos_token_id": list(end_tokens(file)),
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "suppress_tokens": np.asarray(meta.get("tokenizer.ggml.suppress_tokens", [])).tolist(),
+        "suppress_tokens": np.asarray(meta.get("tokenizer.ggml.suppress_tokens", [])).tolist() or None,
     }
     if name != "Qwen2ForCausalLM":
         raw |= {"attention_bias": qkv_bias}

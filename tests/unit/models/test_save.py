@@ -255,7 +255,7 @@ def test_an_interruption_leaves_nothing(error, source, tmp_path):
 
 def test_a_gguf_file_becomes_a_folder(tmp_path):
     """The folder has the file's config, tokenizer and codes."""
-    keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2)
+    keys = bpe_keys(trained(QWEN2), "qwen2", {"<e>": 3}, eos_token_id=2, suppress_tokens=[5, 9])
     tensors = random_tensors(parse_config(RAW))
     kinds = {True: "Q4_0", False: "F16"}
     path = write_gguf(tmp_path / "m.gguf", RAW, tensors, lambda n: kinds["ffn" in n or "attn" in n], tokenizer=keys)
@@ -267,3 +267,5 @@ def test_a_gguf_file_becomes_a_folder(tmp_path):
     out = save_quantized(tmp_path / "out", path, values, schemes)
     assert all_logits(load(out), prompt(9)).equal(all_logits(load(path), prompt(9)))
     assert load_tokenizer(out).encode("Hello there") == load_tokenizer(path).encode("Hello there")
+    assert read_config(out).suppress_tokens == read_config(path).suppress_tokens == (5, 9)
+    assert "suppress_tokens" not in json.loads((out / "config.json").read_text())
