@@ -21,6 +21,7 @@ from sameseed.models.runner import ModelRunner
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import Completion, Sequence
 from sameseed.spec.draft import Draft
+from sameseed_train import learning
 from sameseed_train.checkpoint import export_model
 from sameseed_train.draft import begin_draft, chain_lengths, components, mask_of, masked_rows, run_draft
 from sameseed_train.learning import Sources
@@ -114,7 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [{"prompt": f"the loop ends when {i}"} for i in range(6)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     (root / "held.jsonl").write_text('{"prompt": "the loop ends when none"}\n')
-    run(root, root / "usual", usual(root), measure=True)
+    with pytest.MonkeyPatch.context() as patch:  # so small a draft predicts only what it has learned
+        patch.setattr(learning, "not_measured", lambda seeds, *_: seeds)
+        run(root, root / "usual", usual(root), measure=root / "prompts.jsonl")
     return root
 
 
@@ -134,8 +137,8 @@ def recipe_for(root: Path, **changes: Any) -> DraftRecipe:
     )
 
 
-def run(root: Path, out: Path, recipe: DraftRecipe, measure: bool = False, **how: Any) -> dict[str, Any]:
-    sources = Sources(root / "prompts.jsonl", measure=root / "held.jsonl" if measure else None)
+def run(root: Path, out: Path, recipe: DraftRecipe, measure: Path | None = None, **how: Any) -> dict[str, Any]:
+    sources = Sources(root / "prompts.jsonl", measure=measure)
     return run_draft(recipe, sources, out, quiet=True, measured_tokens=24, **how).results
 
 
@@ -214,7 +217,7 @@ def test_bad_settings(folder: Path, tmp_path: Path, changes: dict[str, Any], sai
     with pytest.raises(ConfigError, match=said):
         run(folder, tmp_path, replace(recipe_for(folder), **changes))
     with pytest.raises(ConfigError, match="--measure"):
-        run(folder, tmp_path, recipe_for(folder), measure=True)
+        run(folder, tmp_path, recipe_for(folder), measure=folder / "held.jsonl")
 
 
 @pytest.mark.parametrize(
