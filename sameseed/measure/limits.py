@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,7 +96,7 @@ def _torch_limits(threads: int, repeats: int, device: torch.device) -> Limits:
     free, side = available_memory() if cpu else devices.free_memory(str(device)), 512 if cpu else 8192
     memory = torch.ones(min((1 if cpu else 2) * BYTES, free // 8) // 4, device=device)
     read = memory.sum if cpu else partial(torch.empty_like(memory).copy_, memory)
-    timed = repeats, threads, 1 if cpu else COPIES
+    timed = repeats, device, 1 if cpu else COPIES
     rates = {"read": _rates(read, memory.nbytes * (1.0 if cpu else 2.0), *timed)}
     del memory, read
     for kind, dtype in kinds.items():
@@ -104,9 +105,13 @@ def _torch_limits(threads: int, repeats: int, device: torch.device) -> Limits:
     return Limits(threads, rates, dict.fromkeys(kinds, "PyTorch's matrix product"), "torch")
 
 
-def _rates(job: Callable[[], object], work: float, repeats: int, threads: int, calls: int) -> tuple[float, ...]:
+def _rates(job: Callable[[], object], work: float, repeats: int, device: torch.device, calls: int) -> tuple[float, ...]:
     """`work` per second of each repetition of `calls` calls: many on a GPU, where one is mostly launch and wait."""
-    from torch.utils.benchmark import Timer  # slow to import
 
-    timer = Timer("job()", globals={"job": job}, num_threads=threads)
-    return tuple(work / timer.timeit(calls).mean for _ in range(repeats))
+    def run() -> None:
+        for _ in range(calls):
+            job()
+        devices.wait(device)
+
+    run()
+    return tuple(calls * work / seconds for seconds in timeit.repeat(run, number=1, repeat=repeats))
