@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
-from recorded import ROOT, Record, last_of_each, lines, loss_records, origins, real_records, short
+from recorded import ROOT, Record, last_of_each, lines, loss_records, named, origins, real_records, short
 from studied import measured, ours
 
 from sameseed.report.plot import Panel, Series, draw
@@ -55,8 +55,8 @@ def own_runs(record: Record) -> list[float]:
 def speed() -> Picture:
     """README's picture: what each drafter brings on real models."""
     found, panels = real_records(), []
-    for name in dict.fromkeys(r["config"]["model"] for r in found):
-        mine = [r for r in found if r["config"]["model"] == name]
+    for name in dict.fromkeys(map(named, found)):
+        mine = [r for r in found if named(r) == name]
         c = mine[0]["config"]
         panels.append(speedups(f"{name}, {c['num_parameters'] / 1e6:.0f} M, {c['format']}", mine, own_runs))
     sizes = {f"{r['config']['num_prompts']} prompts x {r['config']['max_tokens']} tokens" for r in found}
@@ -67,7 +67,7 @@ def speed() -> Picture:
     for r in found:
         c = r["config"]
         if c["draft"] != "none":
-            drafts = said.setdefault(c["model"].removesuffix(".gguf"), {})
+            drafts = said.setdefault(named(r), {})
             drafts.setdefault(short(c["label"]), []).append(f"{r['speedup']:.2f}x {chosen(c['temperature'])}")
     each = {name: [f"{draft} {' and '.join(both)}" for draft, both in drafts.items()] for name, drafts in said.items()}
     words = "; ".join(f"{name}: {', '.join(own)}" for name, own in each.items())

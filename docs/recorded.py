@@ -89,15 +89,25 @@ def yes(same: bool) -> str:
     return "yes" if same else "NO"
 
 
+TEXTS = {"humaneval100.jsonl": "HumanEval", "specbench104.jsonl": "Spec-Bench", "gsm8k": "GSM8K"}  # by prompt file
+
+
+def named(found: Record) -> str:
+    """A record's model, as downloaded, and the texts that it was measured on."""
+    c = found["config"]
+    name = Path(c["model"]).name.removesuffix(".gguf")
+    return f"{name} on {TEXTS[c['prompts']]}" if c["prompts"] in TEXTS else name
+
+
 def real_records() -> list[Record]:
     """The newest record of each decoding on trained models of others, with the largest most draft tokens measured."""
     found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
     found.sort(key=lambda r: -r["config"]["num_parameters"])
-    found = last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "label")))
+    found = last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "prompts", "label")))
 
     def decoding(r: Record) -> tuple[object, ...]:
         c = r["config"]
-        return c["model"], c["format"], c["temperature"], re.sub(r" k=\d+", "", c["label"])
+        return c["model"], c["format"], c["prompts"], c["temperature"], re.sub(r" k=\d+", "", c["label"])
 
     most = {
         decoding(r): r["config"]["num_draft_tokens"]
@@ -134,9 +144,9 @@ def summary(_: list[Record]) -> str:
         c = r["config"]
         if not c["num_draft_tokens"]:
             continue
-        size, name = c["num_parameters"] / 1e6, Path(c["model"]).name.removesuffix(".gguf")
+        size = c["num_parameters"] / 1e6
         large = f"{size / 1e3:.1f} B" if size > 999 else f"{size:.0f} M" if size > 99 else f"{size:.1f} M"
-        model = f"{large[:-4]}B-shaped, made-up weights" if r in shapes else f"{name}, {large}"
+        model = f"{large[:-4]}B-shaped, made-up weights" if r in shapes else f"{named(r)}, {large}"
         cell = f"**{r['speedup']:.2f}x**, {r['tokens_per_s']:.0f} tokens/s {marks[run(r)]}"
         rows.setdefault((f"{model}, {c['format']}", short(c["label"])), {})[c["temperature"]] = cell
     head, cells, last = ["model", "draft", "greedy", "temperature 0.8"], [], ""
