@@ -103,7 +103,9 @@ def real_records() -> list[Record]:
     """The newest record of each decoding on trained models of others, with the largest most draft tokens measured."""
     found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
     found.sort(key=lambda r: -r["config"]["num_parameters"])
-    found = last_of_each(found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "prompts", "label")))
+    found = last_of_each(
+        found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "prompts", "label"))
+    )
 
     def decoding(r: Record) -> tuple[object, ...]:
         c = r["config"]
