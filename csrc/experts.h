@@ -2,9 +2,9 @@
 //
 // The logits of the router are a product like any other. A row's slots are its `top_k` largest logits, in descending
 // order; of equal logits, that of the lower expert comes first. Where the weights are sigmoids, numbers added to them
-// choose. The (row, slot) pairs are grouped by expert, and each
-// expert multiplies its pairs with the bits that one pair alone has. A row's output is residual + sum, where the sum adds
-// weight * result of its slots in their order. So other rows change no bit. Only the weights of chosen experts are read.
+// choose. The (row, slot) pairs are grouped by expert, and each expert multiplies its pairs with the bits that one pair
+// alone has. A row's output is residual + sum, where the sum adds weight * result of its slots in their order. So other
+// rows change no bit. Only the weights of chosen experts are read.
 
 #pragma once
 

@@ -18,6 +18,8 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
+# Sets of texts, by the name of their prompt file.
+TEXTS = {"humaneval100.jsonl": "HumanEval", "specbench104.jsonl": "Spec-Bench", "gsm8k": "GSM8K"}
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
@@ -87,9 +89,6 @@ def origins(found: Iterable[Record]) -> str:
 def yes(same: bool) -> str:
     """Whether all outputs were equal, as a table cell; "NO" in capitals so that it is noticed."""
     return "yes" if same else "NO"
-
-
-TEXTS = {"humaneval100.jsonl": "HumanEval", "specbench104.jsonl": "Spec-Bench", "gsm8k": "GSM8K"}  # by prompt file
 
 
 def named(found: Record) -> str:

@@ -20,11 +20,9 @@ log = logging.getLogger("sameseed")
 class _Sink:
     """Takes a request's deltas from the engine's thread to the event loop that waits for them."""
 
-    begun = aborted = (
-        False  # for the engine's thread; before it has begun, deltas are of an earlier request with its id
-    )
-
     def __init__(self) -> None:
+        # For the engine's thread. Before the request has begun, deltas are of an earlier one with its id.
+        self.begun = self.aborted = False
         self.queue: asyncio.Queue[Delta | SameseedError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 

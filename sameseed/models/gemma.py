@@ -205,9 +205,8 @@ class Gemma(Decoder):
         if not raw["architectures"][0].startswith("Gemma4"):
             # No key says so: the largest model, of 62 layers, scales by another size.
             scalar = raw["hidden_size"] // raw["num_attention_heads"] if layers == 62 else raw["head_dim"]
-            base = file.number(
-                "rope.freq_base", file.number("rope.global.freq_base", 1_000_000.0)
-            )  # older: as Ollama's
+            base = file.number("rope.global.freq_base", 1_000_000.0)  # Ollama's key
+            base = file.number("rope.freq_base", base)
             if not common["sliding_window"]:
                 common |= {"layer_types": [FULL] * layers, "sliding_window": 1}
             return {

@@ -263,8 +263,8 @@ class Ops:
         """`move_kv` in every layer of a cache (`KVCache.stacks`). A backend may move a stack's layers in one call."""
         at_once: Callable[[KVLayer, Tensor, Tensor], bool] | None = getattr(self.backend, "move_stacked", None)
         for stacked, layers in stacks:
-            mixed = "/" in stacked.format  # keys and values in different formats, which no kernel moves
-            if at_once is None or mixed or not at_once(stacked, src, dst):
+            known = stacked.format in self.backend.KV_FORMATS
+            if at_once is None or not known or not at_once(stacked, src, dst):
                 for layer in layers:
                     self.move_kv(layer, src, dst)
 

@@ -114,7 +114,7 @@ def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token
     """
     params, num_written = seq.params, seq.num_output + len(path)  # less than 0 while a prompt is scored
     row = logits.astype(np.float64)
-    if params.allowed_token_ids is not None:
+    if params.allowed_token_ids is not None and num_written >= 0:
         allowed = [t for t in params.allowed_token_ids if t < len(row)]
         kept = row[allowed]
         row[:] = -np.inf

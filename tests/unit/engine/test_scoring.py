@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field, replace
 
+import lawkit
 import pytest
 import torch
 from lawkit import SAMPLED, TreeDrafter, assert_nothing_left, finished, knowing, make_engine, random_prompts, run, texts
@@ -24,7 +25,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_a_scored_prompt_is_continued_as_ever_after_a_preemption(reference_pair):
-    done, asked = [], replace(ASKED, banned_token_ids=(5,))
+    done, asked = [], replace(ASKED, banned_token_ids=(5,), allowed_token_ids=tuple(range(1, lawkit.MODEL_VOCAB, 2)))
     for scores in (False, True):
         engine = make_engine(reference_pair, "draft_model", rows=70, tokens=256)  # room for one sequence
         for name, prompt in (("r0", PROMPT), ("r1", OTHER), ("r2", PROMPT[::-1])):
@@ -35,7 +36,7 @@ def test_a_scored_prompt_is_continued_as_ever_after_a_preemption(reference_pair)
     for key, scored in done[1].items():
         assert (scored.token_ids, scored.logprobs) == (done[0][key].token_ids, done[0][key].logprobs)
         assert [p.token_id for p in scored.prompt_logprobs] == list(scored.prompt_token_ids[1:])
-        assert min(p.logprob for p in scored.prompt_logprobs) > -1e3, "a ban is on what is written"
+        assert min(p.logprob for p in scored.prompt_logprobs) > -1e3, "these restrict what is written"
 
 
 @pytest.mark.parametrize("method", ["none", "suffix"])
