@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.unions import ANNOTATIONS, KINDS, Unions, are_apart, listed_values
+from sameseed.server.unions import KINDS, Unions, are_apart, listed_values, target, telling
 
 TYPES = set(KINDS.values())
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
@@ -39,8 +38,8 @@ _FULFILLED: dict[str, Callable[[Any, float], bool]] = {
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
 SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-NAMED = ("$defs", "definitions", "properties", "patternProperties")
-KNOWN = {"type"} | ANNOTATIONS | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
+NAMED = ("$defs", "properties", "patternProperties")
+KNOWN = {"type"} | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
@@ -71,92 +70,101 @@ def check(schema: Any, name: str) -> str:
     text = _ENCODER.encode(schema)
     if len(text) > limits.MAX_GRAMMAR:
         raise too_long
-    schema = json.loads(text)  # a copy
-    walk = _SchemaWalk(schema, name)
-    walk.schema(schema, "schema", 0)
-    walk.finish()
-    return _ENCODER.encode(schema)
+    return _ENCODER.encode(_SchemaWriter(json.loads(text), name).whole())
 
 
-class _SchemaWalk:
+class _SchemaWriter:
+    """Writes a schema anew, without annotations. What its references lead to comes into `$defs` of the new one."""
+
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name, self._unions = root, name, Unions(root)
         self._num_nodes = self._num_values = self._num_patterns = self._num_copied = 0
-        self._references, self._checked = list[dict[str, Any]](), set[int]()  # the latter: ids
+        self._places: dict[int, str] = {id(root): "#"}  # where references lead in the new schema, by id of their target
+        self._defs: dict[str, Any] = {}
+        self._waiting = list[tuple[str, Any, str]]()  # name in `$defs`, schema and place of what is still to write
+        self._one_of = list[tuple[dict[str, Any], Any]]()  # unions, each with its discriminator
         # Schemas without a type, which the compiler takes as of one. It is written at the end: until then, what other
         # schemas are told apart from is all that they match.
         self._untyped = list[tuple[dict[str, Any], str]]()
 
-    def finish(self) -> None:
-        """Write types that were left out, and let references lead where they did at first. Raises ApiError 400."""
+    def whole(self) -> dict[str, Any]:
+        """The whole schema. Raises ApiError 400."""
+        made: dict[str, Any] = self._schema(self._root, "schema", 0)
+        while self._waiting:
+            name, node, place = self._waiting.pop(0)
+            self._defs[name] = self._schema(node, place, 0)
+        made |= {"$defs": self._defs} if self._defs else {}
+        unions = Unions(made)
+        for node, discriminator in self._one_of:
+            _tell_apart(unions, node, discriminator)
         for node, kind in self._untyped:
             node["type"] = kind
-        targets = {id(self._unions.behind(node)) for node in self._references}
-        if not targets <= self._checked or not self._unions.repoint(self._references):
-            raise self._fault(
-                "schema", "has a '$ref' to what is no schema, or had to be rewritten; move that to '$defs'"
-            )
+        return made
 
-    def schema(self, node: Any, place: str, depth: int) -> None:
-        """Check a schema and the schemas within it. `place`: its path, for errors."""
+    def _schema(self, node: Any, place: str, depth: int) -> Any:
+        """Write a schema and the schemas within it. `place`: its path, for errors."""
         self._num_nodes += 1
         if self._num_nodes > limits.MAX_SCHEMA_NODES or depth > limits.MAX_SCHEMA_DEPTH:
             size = f"{limits.MAX_SCHEMA_NODES} schemas within each other, {limits.MAX_SCHEMA_DEPTH} levels deep"
             raise self._fault("schema", f"is too large: at most {size}")
         if node is True:
-            return
+            return True
         if not isinstance(node, dict):
             raise self._fault(place, "must be an object; nothing matches false")
-        self._checked.add(id(node))
-        for key in _BOUNDS.keys() & node.keys() if isinstance(node.get("anyOf"), list) else ():
-            bound = node.pop(key)
-            for form in node["anyOf"]:
-                if isinstance(form, dict) and form.get("type") in ("integer", "number"):
-                    form.setdefault(_BOUNDS[key], bound)
-        _modernize(node)
+        made = telling(node)
+        _modernize(made)
         for key in ("anyOf", "oneOf", "allOf"):
-            if "type" in node and isinstance(node.get(key), list):
-                self._unions.spread_type(node, key)
-        self._unions.merge(node)
-        _settle(node)
-        for key in node:
-            if key not in KNOWN and not key.startswith("x-"):
-                raise self._fault(f"{place}.{key}", "is a keyword that cannot be enforced; leave it out")
-        keys = node.keys() - ANNOTATIONS
-        if whole := min(keys & _WHOLE, default=None):
-            others = sorted(k for k in keys - {whole} if not k.startswith("x-"))
-            if others and not (others == ["type"] and whole in ("enum", "const") and _typed(node, whole)):
+            if "type" in made and isinstance(made.get(key), list):
+                self._unions.spread_type(made, key)
+        self._unions.merge(made)
+        _settle(made)
+        if unknown := [key for key in made if key not in KNOWN]:
+            raise self._fault(f"{place}.{unknown[0]}", "is a keyword that cannot be enforced; leave it out")
+        if whole := min(made.keys() & _WHOLE, default=None):
+            others = sorted(made.keys() - {whole})
+            if others and not (others == ["type"] and whole in ("enum", "const") and _typed(made, whole)):
                 raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
-            self._whole(whole, node, f"{place}.{whole}")
+            self._whole(whole, made, f"{place}.{whole}")
         else:
-            self._plain(node, keys, place)
-        for part, where in self._parts(node, place):
-            self.schema(part, where, depth + 1)
-        if "oneOf" in node:
-            self._tell_apart(node)
+            self._plain(made, place)
+        self._parts(made, place, depth + 1)
+        if "oneOf" in made:
+            self._one_of.append((made, node.get("discriminator")))
+        return made
 
-    def _parts(self, node: dict[str, Any], place: str) -> Iterator[tuple[Any, str]]:
-        """The schemas within a schema, each with its path."""
+    def _parts(self, node: dict[str, Any], place: str, depth: int) -> None:
+        """Write the schemas within a schema."""
         for key in filter(node.__contains__, LISTED):
             if not isinstance(node[key], list) or not (node[key] or key == "prefixItems"):
                 raise self._fault(f"{place}.{key}", "must be a list of schemas")
-            yield from ((part, f"{place}.{key}[{i}]") for i, part in enumerate(node[key]))
+            node[key] = [self._schema(part, f"{place}.{key}[{i}]", depth) for i, part in enumerate(node[key])]
         for key in filter(node.__contains__, NAMED):
             if not isinstance(node[key], dict):
                 raise self._fault(f"{place}.{key}", "must be an object of schemas")
-            parts = list(node[key].items())  # a copy: a reference may lead here and change it
-            yield from ((part, f"{place}.{key}.{name[:64]}") for name, part in parts)
+            parts = node[key].items()
+            node[key] = {name: self._schema(part, f"{place}.{key}.{name[:64]}", depth) for name, part in parts}
         for key in filter(node.__contains__, SINGLE):
             if key == "propertyNames" or node[key] not in (None, False):
-                yield node[key], f"{place}.{key}"
+                node[key] = self._schema(node[key], f"{place}.{key}", depth)
+
+    def _reference(self, reference: Any, place: str) -> str:
+        """A reference to the same schema in the new one. It must lead to the same document; nothing is fetched."""
+        found = target(self._root, reference)
+        if found is None:
+            raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
+        if id(found) not in self._places:
+            name = re.sub(r"\W", "_", reference.rpartition("/")[2])
+            while name in self._defs:
+                name += "_"
+            self._defs[name] = None  # its place
+            self._places[id(found)] = f"#/$defs/{name}"
+            self._waiting.append((name, found, reference))
+        return self._places[id(found)]
 
     def _whole(self, key: str, node: dict[str, Any], place: str) -> None:
         value = node[key]
         if key == "$ref":
-            # A reference must lead to a schema in the same document; nothing is fetched.
-            self._references.append(node)
-            if self._unions.behind(node) is None:
-                raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
+            node[key] = self._reference(value, place)
         elif key == "enum":
             if not isinstance(value, list) or not value:
                 raise self._fault(place, "must be a list of at least one value")
@@ -168,26 +176,8 @@ class _SchemaWalk:
         if key in ("enum", "const") and not _exact(value):
             raise self._fault(place, _TOO_LARGE)
 
-    def _tell_apart(self, node: dict[str, Any]) -> None:
-        """Turn oneOf into anyOf if nothing can match two of its schemas; the library sees that of few.
-
-        A discriminator's property becomes required: pydantic does not require it if it has a default, but refuses texts
-        without it.
-        """
-        told = node.get("discriminator")
-        name = told.get("propertyName") if isinstance(told, dict) else None
-        branches = [self._unions.plain(form) for form in node["oneOf"]]
-        if are_apart([self._unions.values(forms, name) for forms in branches]):
-            for form in (form for forms in branches for form in forms):
-                required = form.setdefault("required", [])
-                if isinstance(required, list) and name not in required:
-                    required.append(name)
-        elif not self._unions.exclude_each_other(node["oneOf"]):
-            return
-        node["anyOf"] = node.pop("oneOf")
-
-    def _plain(self, node: dict[str, Any], keys: set[str], place: str) -> None:
-        types = node.get("type", [])
+    def _plain(self, node: dict[str, Any], place: str) -> None:
+        keys, types = {*node}, node.get("type", [])
         types = [types] if isinstance(types, str) else types
         if not _are_types(types) or ("type" in node and not types):
             raise self._fault(f"{place}.type", f"must be of {', '.join(sorted(TYPES))}")
@@ -265,7 +255,7 @@ class _SchemaWalk:
         """Write rules for names as properties or patterns, which may have schemas of their values beside them."""
         names, values = node["propertyNames"], node.get("additionalProperties", True)
         names = {} if names is True else names
-        said = {key: value for key, value in names.items() if key not in ANNOTATIONS} if isinstance(names, dict) else {}
+        said = telling(names) if isinstance(names, dict) else {}
         if not isinstance(names, dict) or said.pop("type", "string") != "string":
             raise self._fault(place, "must be an object of type 'string'")
         _settle(said)
@@ -275,7 +265,6 @@ class _SchemaWalk:
         elif node.get("properties"):
             raise self._fault(place, "cannot be enforced beside schemas of properties")
         elif listed and said.keys() in ({"enum"}, {"const"}, {"$ref"}):
-            self._references += [names] if "$ref" in names else []
             del node["propertyNames"]
             node |= {"properties": self._copies(listed, values, place), "additionalProperties": False}
         elif isinstance(values, dict):
@@ -287,14 +276,14 @@ class _SchemaWalk:
             del node["propertyNames"]
             node |= {"patternProperties": {said["pattern"]: values}, "additionalProperties": False}
         else:
-            names.setdefault("type", "string")
+            node["propertyNames"] = {**names, "type": "string"}
 
     def _copies(self, names: list[str], values: Any, place: str) -> dict[str, Any]:
-        """Properties of these names, each with its own copy of a schema."""
+        """Properties of these names, all with the same schema."""
         self._num_copied += len(names) * len(_ENCODER.encode(values))
         if self._num_copied > limits.MAX_GRAMMAR:
             raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
-        return {name: deepcopy(values) for name in names}
+        return dict.fromkeys(names, values)
 
     def _named_by_pattern(self, node: dict[str, Any], place: str) -> None:
         patterns = node["patternProperties"]
@@ -310,8 +299,28 @@ class _SchemaWalk:
         return bad_request(f"{self._name}: {place[:200]} {message}", self._name, "invalid_schema")
 
 
+def _tell_apart(unions: Unions, node: dict[str, Any], discriminator: Any) -> None:
+    """Turn oneOf into anyOf if nothing can match two of its schemas; the library sees that of few.
+
+    A discriminator's property becomes required: pydantic does not require it if it has a default, but refuses texts
+    without it.
+    """
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    branches = [unions.plain(form) for form in node["oneOf"]]
+    if are_apart([unions.values(forms, name) for forms in branches]):
+        for form in (form for forms in branches for form in forms):
+            form["required"] = [*dict.fromkeys([*form.get("required", []), name])]
+    elif not unions.exclude_each_other(node["oneOf"]):
+        return
+    node["anyOf"] = node.pop("oneOf")
+
+
 def _modernize(node: dict[str, Any]) -> None:
     """Rewrite what older drafts of JSON Schema and OpenAPI 3.0 say in other words, and leave out what says nothing."""
+    if isinstance(node.get("anyOf"), list):
+        bounds = {_BOUNDS[key]: node.pop(key) for key in _BOUNDS if key in node}
+        numbers = [isinstance(form, dict) and form.get("type") in ("integer", "number") for form in node["anyOf"]]
+        node["anyOf"] = [bounds | form if number else form for form, number in zip(node["anyOf"], numbers, strict=True)]
     for bound in ("minimum", "maximum"):
         key = f"exclusive{bound.capitalize()}"
         if isinstance(node.get(key), bool) and node.pop(key) and bound in node:

@@ -37,29 +37,14 @@ def target(root: Any, reference: Any) -> Any:
 
 
 class Unions:
-    """The references and unions of one document, of which parts may be moved meanwhile.
+    """The references and unions of one document.
 
-    It looks at a limited number of schemas; then nothing is told apart any more.
+    It looks at a limited number of schemas; then nothing is merged or told apart any more.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._num_left = 4 * limits.MAX_SCHEMA_NODES
-        self._moved = set[int]()  # ids
-        # Where each reference leads, by its id: it is kept here, so that no other object takes the id.
-        self._led = {id(n): (n, target(root, n["$ref"])) for n, _ in _objects(root) if "$ref" in n}
-
-    def behind(self, node: dict[str, Any]) -> Any:
-        """The schema that a reference leads to; None if there is none."""
-        return self._led[id(node)][1] if id(node) in self._led else target(self._root, node["$ref"])
-
-    def repoint(self, nodes: list[dict[str, Any]]) -> bool:
-        """Rewrite references to what was moved. Is all of it still there?"""
-        moved = [node for node in nodes if target(self._root, node["$ref"]) is not self.behind(node)]
-        places = {id(found): place for found, place in _objects(self._root)} if moved else {}
-        for node in moved:
-            node["$ref"] = places.get(id(self.behind(node)))
-        return all(node["$ref"] for node in moved)
 
     def merge(self, node: dict[str, Any]) -> None:
         """Write schemas of objects that must match together as one: those of `allOf`, behind `$ref`, beside a union.
@@ -70,7 +55,7 @@ class Unions:
         if isinstance(both, list):
             node["allOf"] = both = [form for form in both if not _says_nothing(form)] or both[:1]
         key = next((key for key in ("anyOf", "oneOf") if isinstance(node.get(key), list)), "")
-        rest = {k: v for k, v in node.items() if k not in {*ANNOTATIONS, key} and k[:2] != "x-"}
+        rest = {k: v for k, v in node.items() if k != key}
         is_alone = len(rest) + bool(key) < 2 and not (isinstance(both, list) and len(both) > 1)
         if is_alone or not (key or rest.keys() & {"$ref", "allOf"}):
             return
@@ -83,23 +68,19 @@ class Unions:
 
     def _merged(self, forms: list[Any], is_closed: bool) -> dict[str, Any] | None:
         """One schema for objects that match all of these; None if there is none that is plain."""
-        said, properties, required = dict[str, Any](), dict[str, Any](), dict[str, None]()
+        properties, required = dict[str, Any](), dict[str, None]()
         closed, seen, is_typed = list[set[str]](), set[int](), False
-        for part, is_own in (one for form in forms for one in self._all_of(form, True, seen)):
+        for part in (part for form in forms for part in self._all_of(form, seen)):
             own, names = part.get("properties", {}), part.get("required", [])
             others = part.get("additionalProperties", True)
             if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(own, dict):
                 return None
             if not _are_texts(names) or not isinstance(others, bool):
                 return None
-            self._num_left -= len(own) + len(names) + 100 * len(own.keys() & said.keys())  # these are compared
-            if self._num_left < 0:
+            self._num_left -= len(own) + len(names) + 100 * len(own.keys() & properties.keys())  # these are compared
+            if self._num_left < 0 or not all(_are_equal(properties.get(k, own[k]), own[k]) for k in own):
                 return None
-            for name, value in own.items():
-                if not _are_equal(said.setdefault(name, value), value):
-                    return None
-                if name not in properties:
-                    properties[name] = self._placed(value, is_own)
+            properties |= own
             required |= dict.fromkeys(names)
             is_typed = is_typed or "type" in part
             closed += [set(own)] if others is False else []
@@ -114,38 +95,27 @@ class Unions:
         said, forms = node["type"], node[key]
         types = {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
         types |= {"integer"} if "number" in types else set()
-        free = [form for form in forms if isinstance(form, dict) and not form.keys() & _TYPED]
-        others = [form for form in forms if not any(form is one for one in free)]
+        free = [isinstance(form, dict) and not form.keys() & _TYPED for form in forms]
+        others = [form for form, is_free in zip(forms, free, strict=True) if not is_free]
         if all(types_of(plain) <= types for form in others for plain in self.plain(form)) and self._num_left >= 0:
-            for form in free:
-                form["type"] = said
+            node[key] = [{**f, "type": said} if is_free else f for f, is_free in zip(forms, free, strict=True)]
             del node["type"]
 
-    def _placed(self, value: Any, is_own: bool) -> Any:
-        """A schema to put into a merged one: itself, or a reference if it stands elsewhere; `repoint` says where."""
-        if not isinstance(value, dict) or (is_own and id(value) not in self._moved):
-            self._moved.add(id(value))
-            return value
-        node = {"$ref": "#"}
-        self._led[id(node)] = (node, value)
-        return node
-
-    def _all_of(self, node: Any, is_own: bool, seen: set[int], depth: int = 0) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The schemas that `allOf` brings together, without it, and whether each stands there itself; none twice."""
+    def _all_of(self, node: Any, seen: set[int], depth: int = 0) -> Iterator[dict[str, Any]]:
+        """The schemas that `allOf` and a reference bring together, without these; none twice."""
         self._num_left -= 1
         if id(node) in seen:
             return
         seen.add(id(node))
         if not isinstance(node, dict) or depth > limits.MAX_SCHEMA_DEPTH:
-            yield {"$ref": None}, False  # nothing to merge
-        else:
-            forms = node.get("allOf")
-            for form in forms if isinstance(forms, list) else ():
-                yield from self._all_of(form, is_own, seen, depth + 1)
-            left_out = {*ANNOTATIONS, "$ref", "allOf"}
-            yield {k: v for k, v in node.items() if k not in left_out and k[:2] != "x-"}, is_own
-            if "$ref" in node:
-                yield from self._all_of(self.behind(node), False, seen, depth + 1)
+            yield {"$ref": None}  # nothing to merge
+            return
+        forms = node.get("allOf")
+        for form in forms if isinstance(forms, list) else ():
+            yield from self._all_of(form, seen, depth + 1)
+        yield {key: value for key, value in telling(node).items() if key not in ("$ref", "allOf")}
+        if "$ref" in node:
+            yield from self._all_of(target(self._root, node["$ref"]), seen, depth + 1)
 
     def exclude_each_other(self, branches: list[Any]) -> bool:
         """Whether no value matches two of these schemas."""
@@ -170,7 +140,7 @@ class Unions:
             seen.add(id(part))
             unions = [part[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(part, dict) and key in part]
             if isinstance(part, dict) and "$ref" in part:
-                waiting.append(self.behind(part))
+                waiting.append(target(self._root, part["$ref"]))
             elif unions and isinstance(unions[0], list) and (len(unions[0]) == 1 or "allOf" not in part):
                 waiting += unions[0]
             else:
@@ -207,21 +177,13 @@ class Unions:
         return told.count(False) < 2  # one of them needs no property of its own
 
 
-def _objects(root: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects within a document, each with the reference to it."""
-    stack = [(root, "#")]
-    while stack:
-        node, place = stack.pop()
-        if isinstance(node, dict):
-            yield node, place
-            names = {key: key.replace("~", "~0").replace("/", "~1").replace("%", "%25") for key in node}
-            stack += [(part, f"{place}/{names[key]}") for key, part in node.items()]
-        elif isinstance(node, list):
-            stack += [(part, f"{place}/{i}") for i, part in enumerate(node)]
+def telling(node: dict[str, Any]) -> dict[str, Any]:
+    """A schema without its annotations."""
+    return {key: value for key, value in node.items() if key not in ANNOTATIONS and not key.startswith("x-")}
 
 
 def _says_nothing(form: Any) -> bool:
-    return form is True or (isinstance(form, dict) and not form.keys() - ANNOTATIONS)
+    return form is True or (isinstance(form, dict) and not telling(form))
 
 
 def _are_equal(one: Any, other: Any) -> bool:
