@@ -166,10 +166,10 @@ def _calls(
         schema = tool.function.parameters or {"type": "object"}
         if schema.get("type", "object") != "object":
             raise bad_request("tools: 'parameters' of a function must be a schema of type object", "tools")
-        checked = schemas.check(schema, "tools")
-        schema, size = json.loads(checked), size + len(checked)
+        size += len(json.dumps(schema, ensure_ascii=False))
         if size > limits.MAX_TOOL_SCHEMAS:
             raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
+        schema = json.loads(schemas.check(schema, "tools"))
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             schema = {"type": "object", **schema}
         content = _json_schema(_patterned(schema) if form.style == "gemma" else schema) | {"style": form.style}

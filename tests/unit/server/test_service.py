@@ -6,7 +6,7 @@ import json
 import threading
 
 import pytest
-from fixtures_server import codec, until, visiting
+from fixtures_server import until, visiting
 
 from sameseed.server import conversation, frames, gate as gates, limits, protocol, structured, text as texts
 from sameseed.server.app import create_app
@@ -56,62 +56,46 @@ def tools(count, letters):
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
 
 
-async def test_large_bodies_are_no_work_of_the_event_loop(served, monkeypatch):
+async def test_large_requests_are_no_work_of_the_event_loop(served, monkeypatch):
+    """They are parsed, prepared, tokenized and packed in threads; for small ones a thread costs more than the work."""
     http, service, helper = served
-    threads = {}
+    service.client.text.max_model_len, here = 5000, {}  # by what worked: was it in this thread?
 
-    def watched(module, name, work):
-        def watching(*args, **more):
-            threads.setdefault(name, set()).add(threading.get_ident())
+    def watch(owner, name):
+        work = getattr(owner, name)
+
+        def watched(*args, **more):
+            here[name] = threading.current_thread() is threading.main_thread()
             return work(*args, **more)
 
-        monkeypatch.setattr(module, name, watching)
+        monkeypatch.setattr(owner, name, watched)
 
-    watched(structured, "of_tools", lambda *args: None)
-    watched(protocol, "plain", conversation.plain)
-    arguments = json.dumps({"a": "x" * INLINE})
-    body = {"messages": [HELLO, calling(arguments)]}
-    assert (await http.post("/v1/chat/completions", json=body)).status_code == 503
-    assert set(threads) == {"plain", "of_tools"} and threading.get_ident() not in set.union(*threads.values())
-    threads.clear()
-    plain = await http.post("/v1/chat/completions", json={"messages": [HELLO]})
-    assert plain.status_code == 503 and threads["plain"] == {threading.get_ident()}, "a thread costs more than this"
-    assert (await http.post("/tokenize", json={"messages": body["messages"]})).status_code == 200
-    assert helper.sizes[-1] > INLINE, "its frame is packed in a thread too"
+    watch(structured, "of_tools")
+    watch(protocol, "plain")
+    watch(frames, "pack")
+    for name in ("encode", "decode"):
+        watch(service.client.text.tokenizer, name)
+    chat, long = "/v1/chat/completions", "xy " * INLINE
+    for path, body, away in (
+        (chat, {"messages": [HELLO, calling(json.dumps({"a": long}))]}, {"of_tools", "plain"}),
+        ("/tokenize", {"messages": [HELLO, {"role": "user", "content": long}]}, {"plain"}),
+        ("/tokenize", {"prompt": long}, {"encode"}),
+        ("/detokenize", {"tokens": [5] * (texts.INLINE + 1)}, {"decode"}),
+        ("/v1/completions", {"prompt": [5] * 4000}, {"pack"}),
+    ):
+        here.clear()
+        assert (await http.post(path, json=body)).status_code == (503 if "/v1" in path else 200)
+        assert {name for name, is_here in here.items() if not is_here} == away
+    assert max(helper.sizes) > INLINE, "its frame is packed in a thread too"
+    here.clear()
+    assert (await http.post(chat, json={"messages": [HELLO]})).status_code == 503 and all(here.values())
     assert service.gate.num_inside == service.gate.size_inside == service.gate.size_arriving == 0
-
-
-async def test_a_long_prompt_is_packed_while_the_event_loop_goes_on(served, monkeypatch):
-    http, service, _ = served
-    text = service.client.text
-    text.max_model_len = 5000
-    packing, go, pack = threading.Event(), threading.Event(), frames.pack
-    threads = []
-
-    def slow(*args):
-        if not isinstance(args[0], frames.Add):
-            return pack(*args)
-        threads.append(threading.get_ident())
-        packing.set()
-        assert go.wait(30), "the event loop packs, and answers nobody meanwhile"
-        return pack(*args)
-
-    monkeypatch.setattr(frames, "pack", slow)
-    long = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": [5] * 4000}))
-    await until(packing.is_set)
-    assert (await http.get("/health")).status_code == 200
-    go.set()
-    assert (await long).status_code == 503
-    assert (await http.post("/v1/completions", json={"prompt": [5] * 40})).status_code == 503
-    assert [thread == threading.get_ident() for thread in threads] == [False, True], "threads cost more than the short"
 
 
 async def test_prompts_are_bounded_in_sum(served, monkeypatch):
     http, service, _ = served
     monkeypatch.setattr(limits, "MAX_VALUES", 150)
-    assert (await http.post("/v1/completions", json={"prompt": "9" * 200})).status_code == 503, (
-        "one may be as long as any"
-    )
+    assert (await http.post("/v1/completions", json={"prompt": "9" * 200})).status_code == 503  # one may be as long
     assert (await http.post("/v1/completions", json={"prompt": ["9" * 70] * 2})).status_code == 503
     refused = await http.post("/v1/completions", json={"prompt": ["9" * 70] * 3})
     assert refused.status_code == 400 and "150 tokens together" in refused.json()["error"]["message"]
@@ -165,30 +149,3 @@ async def test_the_clock_of_a_request_starts_when_it_arrives(served):
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
     assert late.headers["x-should-retry"] == "false", "OpenAI's clients send it again otherwise"
     assert service.gate.num_inside == 0
-
-
-async def test_long_texts_are_cut_up_elsewhere(pair, monkeypatch):
-    """Tokenizing and templating one request must not block the event loop for the others."""
-    text = codec(pair)
-    threads = []
-
-    def noted(name):
-        real = getattr(text.tokenizer, name)
-        return lambda *a, **k: (threads.append(threading.current_thread().name), real(*a, **k))[1]
-
-    for name in ("encode", "render_chat", "decode"):
-        monkeypatch.setattr(text.tokenizer, name, noted(name))
-    beats = 0
-
-    async def beat():
-        nonlocal beats
-        while True:
-            beats += 1
-            await asyncio.sleep(0)
-
-    beating = asyncio.create_task(beat())
-    await text.encode("the sum of " * texts.INLINE * 20, True)
-    await text.encode(frames.Render([{"role": "user", "content": "x" * texts.INLINE}], [], {}))
-    await text.spelt([[5] * (texts.INLINE + 1)])
-    beating.cancel()
-    assert len(threads) >= 3 and all(name.startswith("tokenizer") for name in threads) and beats > 3
