@@ -77,8 +77,7 @@ def nested(depth):
 
 # What must be refused, and the word that names it. The grammar would ignore it, or take too long.
 REFUSED = [
-    ("not", {"type": "integer", "not": {"const": 3}}),
-    ("if", {"if": {}, "then": {}}),
+    ("not", {"type": "integer", "not": {"const": 3}}), ("if", {"if": {}, "then": {}}),
     ("contains", {"type": "array", "contains": {}}),
     ("patternProperties", {"type": "object", "patternProperties": {"^a": {}, "b$": {}}}),
     ("patternProperties", {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {}}}),
@@ -99,41 +98,29 @@ REFUSED = [
         "propertyNames",
         {"type": "object", "propertyNames": {"enum": ["ab"], "maxLength": 1}, "additionalProperties": {}},
     ),
-    ("type", {"enum": ["a", 1], "type": "string"}),
-    ("minLength", {"minLength": 3}),
-    ("minimum", {"minimum": 3}),
-    ("type", {"type": "strnig"}),
-    ("type", {"type": []}),
+    ("type", {"enum": ["a", 1], "type": "string"}), ("minLength", {"minLength": 3}), ("minimum", {"minimum": 3}),
+    ("type", {"type": "strnig"}), ("type", {"type": []}),
     ("maxLength", {"type": "string", "pattern": "a", "maxLength": 3}),
     ("minLength", {"type": "string", "format": "date", "minLength": 3}),
-    ("format", {"type": "string", "format": "regex"}),
-    ("format", {"type": "string", "format": ["date"]}),
-    ("type", {"type": [{}, "string"]}),
-    ("type", {"enum": [1], "type": True}),
-    ("prefixItems", {"type": "array", "prefixItems": 3}),
-    ("pattern", {"type": "string", "pattern": 'a"'}),
-    ("pattern", {"type": "string", "pattern": r"a\n"}),
-    ("pattern", {"type": "string", "pattern": r"\x22"}),
-    ("lookahead", {"type": "string", "pattern": "(?=a)b"}),
-    ("lookbehind", {"type": "string", "pattern": "(?<!a)b"}),
+    ("format", {"type": "string", "format": "regex"}), ("format", {"type": "string", "format": ["date"]}),
+    ("type", {"type": [{}, "string"]}), ("type", {"enum": [1], "type": True}),
+    ("prefixItems", {"type": "array", "prefixItems": 3}), ("pattern", {"type": "string", "pattern": 'a"'}),
+    ("pattern", {"type": "string", "pattern": r"a\n"}), ("pattern", {"type": "string", "pattern": r"\x22"}),
+    ("lookahead", {"type": "string", "pattern": "(?=a)b"}), ("lookbehind", {"type": "string", "pattern": "(?<!a)b"}),
     *(("reference to a group", {"type": "string", "pattern": pattern}) for pattern in (r"\ba", r"(a)\1", "a[")),
     ("ends of its alternatives", {"type": "string", "pattern": "a(^b|c)"}),
-    ("64 bits", {"type": "integer", "maximum": 1e22}),
-    ("64 bits", {"enum": [{"a": [2**70]}]}),
+    ("64 bits", {"type": "integer", "maximum": 1e22}), ("64 bits", {"enum": [{"a": [2**70]}]}),
     ("required", {"type": "object", "properties": {"a": {}}, "required": ["b"]}),
     ("required", {"type": "object", "required": "a"}),
     ("propertyNames", {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "b"}}),
-    ("pattern", {"type": "object", "propertyNames": {"pattern": '"'}}),
-    ("$ref", {"$ref": "http://example.org/schema"}),
-    ("$ref", {"$ref": "#/$defs/none"}),
-    ("properties", {"type": "object", "properties": {"a": False}}),
-    ("x-place.not", {"$ref": "#/x-place", "x-place": {"not": {}}}),
-    ("too large", nested(limits.MAX_SCHEMA_DEPTH + 1)),
+    ("pattern", {"type": "object", "propertyNames": {"pattern": '"'}}), ("$ref", {"$ref": "http://example.org/schema"}),
+    ("$ref", {"$ref": "#/$defs/none"}), ("properties", {"type": "object", "properties": {"a": False}}),
+    ("x-place.not", {"$ref": "#/x-place", "x-place": {"not": {}}}), ("too large", nested(limits.MAX_SCHEMA_DEPTH + 1)),
     ("enum", {"enum": list(range(limits.MAX_ENUM + 1))}),
     ("too large", {"type": "object", "properties": {f"p{i}": {} for i in range(limits.MAX_SCHEMA_NODES + 1)}}),
     ("pattern", {"anyOf": [{"type": "string", "pattern": "a"}] * (limits.MAX_PATTERNS + 1)}),
     ("characters", {"type": "string", "description": "x" * limits.MAX_GRAMMAR}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("word", "schema"), REFUSED)
@@ -145,21 +132,17 @@ def test_schemas_that_cannot_be_enforced(word, schema):
 
 
 ACCEPTED = [
-    NAME,
-    {"type": "object", "additionalProperties": True},
+    NAME, {"type": "object", "additionalProperties": True},
     {"title": "T", "x-order": 3, "anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-    {"enum": ["a", "b"], "type": "string"},
-    {"const": 3, "type": "number"},
-    {"type": ["string", "null"], "minLength": 1},
-    {"type": "string", "pattern": r"^[^\n\"]+\d{3}\.[a-z]$"},
+    {"enum": ["a", "b"], "type": "string"}, {"const": 3, "type": "number"},
+    {"type": ["string", "null"], "minLength": 1}, {"type": "string", "pattern": r"^[^\n\"]+\d{3}\.[a-z]$"},
     {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
     {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
     {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
-    {"type": "string", "minLength": 1.0, "maxLength": 3.0},
-    {"type": "number", "maximum": 2**70, "default": 2**70},
+    {"type": "string", "minLength": 1.0, "maxLength": 3.0}, {"type": "number", "maximum": 2**70, "default": 2**70},
     nested(limits.MAX_SCHEMA_DEPTH - 1),
-]
+]  # fmt: skip
 
 
 class Square(BaseModel):
