@@ -43,7 +43,6 @@ def run(parsed: Parsed[BenchServeArgs]) -> int:
 
 
 async def _measure(args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSettings) -> list[dict[str, Any]]:
-    """Measure all cells, and show a table after each shape. Returns the records."""
     widest = max((level.concurrency or 1024) for level in settings.levels)
     made: list[dict[str, Any]] = []
     run_id = record.now()
@@ -70,7 +69,6 @@ async def _measure(args: BenchServeArgs, arms: Seq[Endpoint], settings: LoadSett
 
 
 def _settings(args: BenchServeArgs) -> LoadSettings:
-    """The settings of the load. Raises ConfigError."""
     if args.prompts in ("text", "random"):
         unread(args, ("max_tokens",), "--lengths are those of built-in prompts and of their answers")
         shapes = [parse_shape(text, args.scale) for text in words(",".join(args.lengths))]

@@ -161,7 +161,6 @@ class TextWriter:
         self._open = False  # is accepted text being written?
 
     def write(self, delta: Delta) -> None:
-        """Write the new text of a delta. The text may lag behind the tokens."""
         self._tokens.extend(zip(delta.text_offset, delta.accepted, strict=False))
         for c in delta.text:
             self._stream.write(self._switch(self._show and self._accepted(len(self.text))))
@@ -189,7 +188,6 @@ class TextWriter:
         return begin if accepted else end
 
     def end(self) -> None:
-        """End a highlighted part, also after an interruption."""
         self._stream.write(self._switch(False))
         self._stream.flush()
 

@@ -43,7 +43,6 @@ def run(parsed: Parsed[DoctorArgs]) -> int:
 
 
 def _figures(found: Diagnosis) -> Table:
-    """What was measured, as a table."""
     bound = " at least" * (found.need_is == "bound"), ", at most" * (found.need_is == "bound")
     alone = ", if one at a time" if found.batch is None else ""  # the engine does not tell how many run at once
     rows = (

@@ -46,7 +46,6 @@ def run(parsed: Parsed[EstimateArgs]) -> int:
 
 
 def _estimates(args: EstimateArgs) -> tuple[list[Estimate], str]:
-    """The estimates, and the machine in words. Raises ConfigError for flags that contradict each other."""
     if args.shape is not None:
         get_shape(args.shape, "MODEL")
     names = ("kv_format", "draft_format", "acceptance", "context", "prompt_tokens")

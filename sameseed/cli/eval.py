@@ -53,7 +53,6 @@ def run(parsed: Parsed[EvalArgs]) -> int:
 
 
 def _comparing(args: EvalArgs, engine: EngineChoice, asked: EvalSettings) -> Comparing:
-    """The settings of a comparison of variants. Raises ConfigError."""
     if engine.settings.get("format", "auto") != "auto" or engine.settings.get("kv_format", "auto") != "auto":
         raise ConfigError("with --compare each variant names its formats: MODEL@FORMAT@KVFORMAT")
     check_outputs(plot=args.plot)
@@ -104,6 +103,5 @@ def _compare(args: EvalArgs, asked: Comparing) -> int:
 
 
 def _say_where(out: Path | None, notes: Iterable[str]) -> None:
-    """Say where the records are, and what else is to be known of them."""
     for text in [*([] if out is None else [f"records appended to {out}"]), *(f"note: {text}" for text in notes)]:
         note(text)

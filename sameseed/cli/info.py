@@ -87,7 +87,6 @@ def _start() -> dict[str, Any]:
 
 
 def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What this machine can run, in a few lines."""
     machine, gpus, fits = found["machine"], found["devices"]["gpus"], found["start"]["fits"]
     yield "CPU", f"{machine['cpu']}, {machine['cores']} cores, {machine['isa'] or 'no native kernels'}"
     for gpu in gpus:

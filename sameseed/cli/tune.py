@@ -121,7 +121,6 @@ def _lost(made: Tuned) -> Table:
 
 
 def _table(found: TuneOutcome) -> Table:
-    """Table of the settings that ran, the best first: predicted and measured speed-up at each batch size."""
     batches, rows = found.asked.batches, []
     heads = [f"{what}, batch {b}" for b in batches for what in ("predicted", "measured")]
     for c in found.order:

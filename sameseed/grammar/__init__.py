@@ -90,7 +90,6 @@ class Choice:
         self._allowance = Allowance()
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """See `Grammar`. Raises RequestError once this object has used up its time limit."""
         with self._lock, self._allowance:
             mask = np.zeros(len(self._vocabulary.pieces), np.bool_)
             written = self._vocabulary.spell([*output, *path])
@@ -108,7 +107,6 @@ class Choice:
         return mask
 
     def another(self) -> Choice:
-        """The object itself: its cache is valid for all sequences."""
         return self
 
     def _tokens(self, begin: int, end: int, size: int) -> list[int]:
@@ -134,7 +132,6 @@ class Beginning:
         self._grammar, self._same = grammar, same
 
     def allowed(self, output: Seq[int], path: Seq[int]) -> NDArray[np.bool_]:
-        """See `Grammar`."""
         mask: NDArray[np.bool_] = self._grammar.allowed(output, path)
         return mask if output or path else mask & self._same
 

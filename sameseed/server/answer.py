@@ -46,7 +46,6 @@ class Answering(Response):
         self._streaming = False  # has a stream of events begun?
 
     def leave(self, error: ApiError) -> None:
-        """End the answer with this error."""
         if not self._stopped.done():
             self._stopped.set_result(error)
 

@@ -97,7 +97,6 @@ def _of_kind(kind: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _add_writing(app: FastAPI, service: Service) -> None:
-    """Add the routes that generate text, and those that convert between text and tokens."""
     streams = _of_kind("text/event-stream")
     for path, endpoint, summary, responses in (
         ("/v1/completions", service.completions, "Continue a text", streams),
@@ -152,7 +151,6 @@ def add_state(app: FastAPI, client: Supervised, gate: Gate) -> None:
 
 
 def _add_reading(app: FastAPI, service: Service) -> None:
-    """Add the routes that describe the server and its model, and the playground."""
     (body, headers), created = playground(), int(time.time())
 
     def model(name: str) -> dict[str, Any]:

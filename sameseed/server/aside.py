@@ -41,7 +41,6 @@ class Aside:
         self._matching: Any = None
 
     def run(self) -> None:
-        """Work until the socket closes."""
         unpacker: frames.Unpacker[ToHelper] = frames.Unpacker(ToHelper)
         for frame in unpacker.each(self._socket.makefile("rb")):
             self._socket.sendall(frames.pack(self._answer(frame)))

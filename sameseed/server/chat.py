@@ -52,12 +52,10 @@ class ChatChoice(ReplyChoice):
             self.finish_reason = "tool_calls"
 
     def call(self, number: int, call: Call) -> dict[str, Any]:
-        """A tool call in OpenAI's format."""
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"{self.call_prefix}_{number}", "type": "function", "function": function}
 
     def message(self) -> dict[str, Any]:
-        """The whole message in OpenAI's format."""
         text = "".join(self.content)
         made: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.calls:
@@ -115,7 +113,6 @@ class ChatReply(Reply):
         return {"reasoning": text, "reasoning_content": text}
 
     def _logprobs(self, choice: ReplyChoice, part: ReplyChoice | Piece) -> dict[str, Any] | None:
-        """Log-probabilities of a part of a choice, if they are wanted."""
         if not self.with_logprobs:
             return None
         made = []
@@ -194,7 +191,6 @@ class ResponseReply(Reply):
         return made
 
     def _in_part(self, name: str, thinks: bool = False, **fields: Any) -> bytes:
-        """An event of the message's text, or of the reasoning's."""
         item, at = ("rs_", 0) if thinks else ("msg_", int(self._thinks))
         return self._event(name, item_id=item + self.add.id, output_index=at, content_index=0, **fields)
 

@@ -120,7 +120,6 @@ class EngineClient(process.Supervised):
             stream.leave(error)
 
     async def close(self) -> None:
-        """End the process; open streams end with an error."""
         self.state = "closed"
         self.end_all(unavailable("the server is shutting down"))
         if self._writer is not None:
@@ -239,7 +238,6 @@ class Stream:
     """The pieces of one request, in the order in which they were generated."""
 
     def __init__(self, add: Add, forget: Callable[[str], None]) -> None:
-        """`forget` makes the engine abort a request, given its id."""
         self.id = add.id
         self._forget = forget
         self.num_open = len(add.prompts) * add.params.n  # sequences that the engine has not completed

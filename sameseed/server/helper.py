@@ -84,7 +84,6 @@ class Helper:
             job.cancel()
 
     async def close(self) -> None:
-        """End the process."""
         self.refuse()
         await self._end()
 
@@ -205,7 +204,6 @@ class Grammars:
         return self._keep(key, frames.pack(frames.LoadGrammar(key, text)))
 
     def _keep(self, key: str, made: bytes | str) -> bytes | str:
-        """Keep what was made of a source, and drop the oldest beyond the bounds."""
         self._kept[key] = made
         self.num_bytes += len(made)
         while len(self._kept) > MAX_KEPT or (self.num_bytes > self._max_bytes and len(self._kept) > 1):

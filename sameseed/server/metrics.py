@@ -84,7 +84,6 @@ class ServerMetrics(Collector):
         self.registry.register(self)
 
     def answered(self, visit: Visit, route: str, status: int) -> None:
-        """Count a request that was answered, or whose client disconnected (499)."""
         self._http.labels(route, visit.method, str(status)).inc()
         self._seconds.labels(route, visit.method).observe(time.monotonic() - visit.arrived)
 
@@ -149,7 +148,6 @@ class ServerMetrics(Collector):
         values: float | Mapping[str, float],
         label: str = "",
     ) -> Metric:
-        """One metric: a number, or a sample for each value of `label`."""
         labels = ["model_name", label] if label else ["model_name"]
         family = kind(PREFIX + name, text, labels=labels)
         for of, value in values.items() if isinstance(values, Mapping) else (("", values),):

@@ -114,15 +114,12 @@ class Supervised:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the process, and keep one running from now on."""
         self._task = asyncio.get_running_loop().create_task(self._supervise())
 
     def end_all(self, error: ApiError) -> None:
-        """End every request with this error."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End the process; open requests end with an error."""
         raise NotImplementedError
 
     @contextlib.asynccontextmanager

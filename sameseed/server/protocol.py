@@ -83,7 +83,6 @@ class Common(Fields):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of an answer, as asked for."""
         given = (getattr(self, name) for name in self.limited_by)
         return next((most for most in given if most is not None), None)
 
@@ -94,17 +93,14 @@ class Common(Fields):
 
     @property
     def num_seqs(self) -> int:
-        """Answers that are wanted."""
         return self.n or 1
 
     @property
     def repeats(self) -> bool:
-        """Whether the prompt is a part of the answer."""
         return False
 
     @property
     def special(self) -> bool:
-        """Whether the tokenizer adds its special tokens to the prompt."""
         return False
 
     def content(self) -> Prompt:
@@ -298,7 +294,6 @@ class TokenizeChatFields(Templated):
     return_token_strs: bool | None = None
 
     def content(self) -> Render:
-        """The conversation. Raises ApiError 400."""
         return Render(plain(self.messages), [], self.options)
 
 

@@ -97,23 +97,19 @@ class Reply:
         self.choices = [self.choice(i, self.thoughts and self.thoughts()) for i in range(self.fields.num_seqs)]
 
     def choice(self, index: int, thoughts: Thoughts | Harmony | None) -> ReplyChoice:
-        """The state of an output sequence before its first piece."""
         return ReplyChoice(thoughts)
 
     def take(self, piece: Piece) -> ReplyChoice:
-        """Add a piece to its choice."""
         choice = self.choices[piece.index]
         choice.take(piece)
         return choice
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
         return sum(len(c.token_ids) for c in self.choices)
 
     @property
@@ -123,7 +119,6 @@ class Reply:
         return sum(c.completion.metrics.num_cached_tokens for c in firsts if c.completion is not None)
 
     def prompt_of(self, index: int) -> list[int]:
-        """The prompt that a choice continues."""
         return self.prompts[index * len(self.prompts) // len(self.choices)]
 
     def name(self, token: int, spelled: str) -> str:
@@ -138,7 +133,6 @@ class Reply:
         return not before
 
     def usage(self) -> dict[str, Any]:
-        """Token counts in OpenAI's format."""
         prompt, output = self.num_prompt_tokens, self.num_output_tokens
         cached = {"cached_tokens": self.num_cached_tokens}
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -146,11 +140,9 @@ class Reply:
         return made | ({} if self.thoughts is None else {"completion_tokens_details": self.reasoning_details()})
 
     def reasoning_details(self) -> dict[str, int]:
-        """The number of reasoning tokens."""
         return {"reasoning_tokens": sum(c.num_reasoning_tokens for c in self.choices)}
 
     def metrics(self) -> dict[str, Any]:
-        """Speculation metrics in vLLM's format, and sameseed's own metrics."""
         return speculation_metrics([c.completion for c in self.choices if c.completion], self.num_spec_tokens)
 
     def envelope(self, kind: str) -> dict[str, Any]:
@@ -163,7 +155,6 @@ class Reply:
         return f'data: {_encode(self.envelope(self.chunk_kind))[:-1]},"choices":['
 
     def chunk(self, entry: dict[str, Any]) -> bytes:
-        """The event of one entry of "choices"."""
         return f"{self._head}{_encode(entry)}]}}\n\n".encode()
 
     def entry(
@@ -181,12 +172,10 @@ class Reply:
         return made
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         choices = [self.whole_choice(i, c) for i, c in enumerate(self.choices)]
         return {**self.envelope(self.kind), "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
 
     def whole_choice(self, index: int, choice: Any) -> dict[str, Any]:
-        """One entry of "choices" in a body."""
         raise NotImplementedError
 
     def begin(self) -> Iterator[bytes]:
@@ -333,7 +322,6 @@ class CompletionReply(Reply):
         return made
 
     def _offsets(self, ids: Seq[int]) -> list[int]:
-        """Where each token of an echoed prompt begins."""
         decoder = self.text.tokenizer.stream(self.add.params.skip_special_tokens)
         at, found = 0, []
         for token in ids:

@@ -95,7 +95,6 @@ class Runner:
         )
 
     async def run(self) -> int:
-        """Serve until the end; returns the exit code. Raises ConfigError if the engine failed before it was ready."""
         config, loop = self._config, asyncio.get_running_loop()
         listener = bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
         inode = None if config.uds is None else config.uds.stat().st_ino

@@ -88,7 +88,6 @@ class _SchemaWriter:
         self._untyped = list[tuple[dict[str, Any], str]]()
 
     def whole(self) -> dict[str, Any]:
-        """The whole schema. Raises ApiError 400."""
         made: dict[str, Any] = self._schema(self._root, "schema", 0)
         while self._waiting:
             name, node, place = self._waiting.pop(0)
@@ -133,7 +132,6 @@ class _SchemaWriter:
         return made
 
     def _parts(self, node: dict[str, Any], place: str, depth: int) -> None:
-        """Write the schemas within a schema."""
         for key in filter(node.__contains__, LISTED):
             if not isinstance(node[key], list) or not (node[key] or key == "prefixItems"):
                 raise self._fault(f"{place}.{key}", "must be a list of schemas")
@@ -225,7 +223,6 @@ class _SchemaWriter:
             del node["format"]
 
     def _pattern(self, pattern: Any, place: str) -> str:
-        """The pattern as one that matches whole texts."""
         self._num_patterns += 1
         if self._num_patterns > limits.MAX_PATTERNS:
             raise self._fault(place, f"is one too many: at most {limits.MAX_PATTERNS}")
@@ -279,7 +276,6 @@ class _SchemaWriter:
             node["propertyNames"] = {**names, "type": "string"}
 
     def _copies(self, names: list[str], values: Any, place: str) -> dict[str, Any]:
-        """Properties of these names, all with the same schema."""
         self._num_copied += len(names) * len(_ENCODER.encode(values))
         if self._num_copied > limits.MAX_GRAMMAR:
             raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
@@ -485,7 +481,6 @@ def _are_types(value: Any) -> bool:
 
 
 def _typed(node: dict[str, Any], key: str) -> bool:
-    """Whether the values of "enum" or "const" are of the schema's type."""
     values = node["enum"] if key == "enum" else [node["const"]]
     types = [node["type"]] if isinstance(node["type"], str) else node["type"]
     if not _are_types(types) or not isinstance(values, list):

@@ -123,15 +123,12 @@ class Service:
         return text
 
     async def completions(self, visit: Arrived, fields: CompletionFields) -> Answer:
-        """Answer POST /v1/completions."""
         return await self._answer(visit, fields, CompletionReply)
 
     async def chat(self, visit: Arrived, fields: ChatFields) -> Answer:
-        """Answer POST /v1/chat/completions."""
         return await self._answer(visit, fields, ChatReply)
 
     async def responses(self, visit: Arrived, fields: ResponseFields) -> Answer:
-        """Answer POST /v1/responses."""
         return await self._answer(visit, fields, ResponseReply)
 
     async def _answer(self, visit: Visit, fields: Common, kind: type[Reply]) -> Answer:
@@ -194,7 +191,6 @@ class Service:
         return reply, grammar
 
     async def tokenize(self, visit: Arrived, fields: TokenizeFields | TokenizeChatFields) -> JSONResponse:
-        """Answer POST /tokenize."""
         text = self.loaded(fields.model)
         with self.gate.enter(visit.tenant, 0, visit.size):
             if isinstance(fields, TokenizeFields):
@@ -210,13 +206,11 @@ class Service:
             return await limits.away(visit.size > INLINE, written)
 
     async def detokenize(self, visit: Arrived, fields: DetokenizeFields) -> JSONResponse:
-        """Answer POST /detokenize."""
         with self.gate.enter(visit.tenant, 0, visit.size):
             (text,) = await self.loaded(fields.model).spelt([fields.tokens], field="tokens")
             return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self) -> JSONResponse:
-        """Answer GET /tokenizer_info."""
         tokenizer = self.loaded(None).tokenizer
         named = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})

@@ -31,7 +31,6 @@ class GrammarSource(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A hash of kind and text."""
         return hashlib.sha256(f"{self.kind}\0{self.text}".encode("utf-8", "replace")).hexdigest()
 
 

@@ -429,7 +429,6 @@ def _of_property(schema: Any, name: str) -> list[Any]:
 
 
 def _kinds(schema: Any, root: Any) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
     kinds = set[str]()
     for form in _forms(schema, root):
         said = form.get("type", [])

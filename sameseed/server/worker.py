@@ -235,7 +235,6 @@ class Worker:
             self._close()
 
     def _take(self, wait: bool) -> list[Action]:
-        """All actions in the inbox. With `wait`, wait for the first one. Empty if the socket is closed."""
         taken = [self._inbox.get()] if wait and not self._closed else []
         while not self._inbox.empty():
             taken.append(self._inbox.get())
