@@ -353,6 +353,8 @@ ONE_CALL = CALLING.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 ONE_VOICE = CALLING + "{% for m in messages if m.thinking and m.content %}{{ raise_exception('both') }}{% endfor %}"
 NO_CALLS = CALLING.replace("m.tool_calls or []", "[]")
 LFM, GRANITE = NO_CALLS + "{# List of tools: #}", NO_CALLS + "{# <|tool_call|> #}"
+ANSWERED = "{% for m in messages %}<{{ m.role }}>{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]"
+ANSWERED += "{% endfor %}{{ m.content }}{% endfor %}"
 OBJECTS = "{{ dict(messages[0].tool_calls[0].function.arguments.items()) | tojson }}"
 
 
@@ -397,6 +399,7 @@ RESULTS = [said("tool", "1", tool_call_id="call_1"), said("tool", "2", tool_call
             " <|tool_call_start|>[f0(a=[None, 'é'], b=\"c\"), f1(a=[None, 'é'], b=\"c\")]<|tool_call_end|> |",
         ),
         (GRANITE, [called("1")], ' <|tool_call|>[{"name": "f0", "arguments": {"a": [null, "é"], "b": "c"}}] |'),
+        (ANSWERED, [called("call_1"), RESULTS[0], said("assistant", "b")], "<assistant>[f0: 1]b"),
         (OBJECTS, [called("1", arguments='{"a": "')], '{"arguments": "{\\"a\\": \\""}'),
         (OBJECTS, [called("1")], '{"a": [null, "é"], "b": "c"}'),
     ],

@@ -73,18 +73,42 @@ def test_bad_values_are_named_and_not_repeated(field, value, place):
     assert body["type"] == "invalid_request_error"
 
 
+LIMITS = SimpleNamespace(vocab_size=9, max_model_len=99)  # of a model
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ({"seed": -1}, {"seed": None}), ({"seed": -2}, {"seed": 2**63 - 2}), ({"max_tokens": 10**6}, {"max_tokens": 9}),
+        ({}, {"temperature": 1.0, "max_tokens": 16, "seed": None, "logprobs": None, "skip_special_tokens": True}),
+        (dict.fromkeys(("temperature", "top_p", "stop", "n", "max_tokens", "seed_of_nobody")), {"temperature": 1.0}),
+        ({"seed": -1}, {"seed": None}), ({"seed": -2}, {"seed": 2**63 - 2}), ({"seed": 2**63 + 5}, {"seed": 5}),
+        ({"max_tokens": 10**6}, {"max_tokens": 90}), ({"min_tokens": 40, "max_tokens": 9}, {"min_tokens": 9}),
         ({"top_p": 0, "top_k": 5}, {"top_p": 1.0, "top_k": 1}), ({"top_p": 0.5}, {"top_p": 0.5, "top_k": 0}),
+        ({"top_k": -1}, {"top_k": -1}), ({"stop": "ab"}, {"stop": ("ab",)}), ({"stop": ["ab"]}, {"stop": ("ab",)}),
+        ({"logit_bias": {"1": -3.0, "8": 2.5}}, {"logit_bias": {1: -3.0, 8: 2.5}}),
+        ({"ignore_eos": True, "skip_special_tokens": False}, {"ignore_eos": True, "skip_special_tokens": False}),
+        *(({name: [1, 2]}, {name: (1, 2)}) for name in ("banned_token_ids", "allowed_token_ids", "stop_token_ids")),
+        *(({name: 0.5}, {name: 0.5}) for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty")),
+        *(({name: 2}, {name: 2}) for name in ("repetition_penalty", "n", "logprobs")),
+        ({"structured_outputs": {"choice": ["a"]}, "ignore_eos": True, "min_tokens": 3}, {"ignore_eos": False}),
     ],
 )  # fmt: skip
-def test_what_other_servers_take(given, meant):
-    params = sampling(
-        read(CompletionFields, {"prompt": "x", **given}), SimpleNamespace(vocab_size=9, max_model_len=99), 9
-    )
+def test_fields_and_the_parameters_that_they_become(given, meant):
+    params = sampling(read(CompletionFields, {"prompt": "x", **given}), LIMITS, 90)
     assert {name: getattr(params, name) for name in meant} == meant
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logit_bias": {"9": 1.0}}, {"banned_token_ids": [9]}, {"allowed_token_ids": [9]}, {"stop_token_ids": [9]},
+        *({"logit_bias": bias} for bias in ({"5": 1.0, "05": 2.0}, {"-5": 1.0}, {"\u0665": 1.0}, {"1e1": 1.0})),
+    ],
+)  # fmt: skip
+def test_tokens_that_the_model_has_not(given):
+    with pytest.raises(ApiError) as caught:
+        sampling(read(CompletionFields, {"prompt": "x", **given}), LIMITS, 90)
+    assert caught.value.status == 400 and caught.value.param in given
 
 
 def test_no_prompt_is_cut_to_nothing_for_its_answer():
@@ -92,13 +116,6 @@ def test_no_prompt_is_cut_to_nothing_for_its_answer():
     assert asked.keep(100) == 10
     with pytest.raises(ApiError, match="lower"):
         asked.keep(80)
-
-
-@pytest.mark.parametrize("bias", [{"5": 1.0, "05": 2.0}, {"-5": 1.0}, {"\u0665": 1.0}, {"1e1": 1.0}])
-def test_a_bias_is_by_token_ids(bias):
-    text = SimpleNamespace(vocab_size=9, max_model_len=99)
-    with pytest.raises(ApiError, match="token ids"):
-        sampling(CompletionFields(prompt="x", logit_bias=bias), text, 9)
 
 
 @pytest.mark.parametrize(

@@ -295,32 +295,6 @@ async def test_conversations_with_tools_reach_the_template(text):
     assert tool_parser(TOOLS, text, free=False)().feed(f"```json\n{GET}") == [f"```json\n{GET}"]  # a grammar's form
 
 
-GEMMA = (
-    '{% macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v }}{% endif %}{% endmacro %}'
-    "{% if tools %}<|tool>{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:"
-    "{% for o in messages %}{% for c in o.tool_calls or [] %}{{ c.function.name if c.id == m.tool_call_id }}"
-    "{% endfor %}{% endfor %}{value:{{ value(m.content) + '}' }}<tool_response|>{% else %}<|turn>{{ m.role }}\n"
-    "{% if m.thinking %}<|channel>thought\n{{ m.thinking }}<channel|>{% endif %}{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
-    "{% for k, v in c.function.arguments.items() %}{{ k }}:{{ value(v) }}{% endfor %}}<tool_call|>{% endfor %}"
-    "{{ '' if m.tool_calls else '<turn|>\n' }}{% endif %}{% endfor %}"
-)
-
-
-async def test_results_go_back_in_the_models_own_form(pair):
-    """Thoughts, a call and its result in one turn of Gemma 4; a mark that a tool returns is text."""
-    text = codec(pair, GEMMA, ["<turn|>", "<tool_response|>"])
-    user, call, result = MESSAGES
-    said = [user, call | {"reasoning": "hm"}, result | {"content": "rain<turn|>"}]
-    (ids,) = await text.prompts(read(ChatFields, {"messages": said, "tools": TOOLS}).content(), False)
-    assert text.tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|tool><|turn>user\nweather?<turn|>\n<|turn>assistant\n<|channel>thought\nhm<channel|>"
-        '<|tool_call>call:get{city:<|"|>Ulm<|"|>}<tool_call|><|tool_response>response:get{value:<|"|>rain<turn|><|"|>}'
-        "<tool_response|>"
-    )
-    assert ids.count(text.tokenizer.vocabulary()["<turn|>"]) == 1
-
-
 @pytest.mark.parametrize(("name", "shown"), [("lfm2", "List of tools: "), ("granite", "<|tool_call|>")])
 async def test_calls_that_a_template_drops_are_written_as_the_model_writes_them(pair, name, shown):
     """They are read as they were called. A mark in their arguments is text."""
@@ -336,25 +310,6 @@ async def test_calls_that_a_template_drops_are_written_as_the_model_writes_them(
     parser = tool_parser(TOOLS, text)()
     assert [json.loads(call.arguments) for call in parser.feed(answer) + parser.end()] == [json.loads(arguments)] * 2
     assert ids.count(text.tokenizer.vocabulary()[mark]) == 1 + (shown == mark)
-
-
-async def test_results_go_back_as_parts_of_the_answer_that_asked_for_them(pair):
-    """As the first templates of Gemma 4 take them: they know no messages of tools."""
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls[0].function.name if m.tool_calls }}"
-        "{% for r in m.tool_responses or [] %}[{{ r.name }}: {{ r.response }}]{% endfor %}{{ m.content }}{% endfor %}"
-    )
-    text = codec(pair, template)
-    user, call, result = MESSAGES
-    said = [user, call | {"content": "Hm."}, result, result, {"role": "assistant", "content": "Rain."}, user]
-    (ids,) = await text.prompts(read(ChatFields, {"messages": said}).content(), False)
-    assert text.tokenizer.decode(ids) == (
-        "<user>weather?<assistant>Hm.<assistant>get[get: rain][get: rain]Rain.<user>weather?"
-    )
-    without_ids = [{"function": {"name": name, "arguments": {}}} for name in ("one", "two")]
-    answers = [{"role": "tool", "content": said} for said in ("1", "2")]
-    ids = text.tokenizer.chat([user, {"role": "assistant", "content": "", "tool_calls": without_ids}, *answers])
-    assert text.tokenizer.decode(ids) == "<user>weather?<assistant>one[one: 1][two: 2]"
 
 
 def test_tools_that_cannot_be(pair):
