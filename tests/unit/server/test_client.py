@@ -3,8 +3,6 @@
 import asyncio
 import io
 import itertools
-import json
-import logging
 import select
 import sys
 from collections.abc import Callable
@@ -14,7 +12,7 @@ import pytest
 from fixtures_server import pretender, until
 
 from sameseed.request import SamplingParams
-from sameseed.server import frames, logs, process
+from sameseed.server import frames, process
 from sameseed.server.client import EngineClient
 from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add
@@ -157,24 +155,6 @@ async def test_who_leaves_is_forgotten_and_the_engine_told(start):
     assert [type(f) for f in sent] == [Add, frames.Abort] and not client._streams
     await client.close()
     assert client.pid is not None and not Path(f"/proc/{client.pid}").exists()
-
-
-def test_a_full_disk_silences_the_log(monkeypatch, capsys):
-    class Full:
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-        def flush(self):
-            raise OSError(28, "No space left on device")
-
-    handler = logs._Handler(Full())
-    handler.setFormatter(logs.JsonFormatter())
-    record = logging.LogRecord("x", logging.INFO, "f", 1, "m %d", (3,), None)
-    record.request_id = "r\n1"
-    handler.handle(record)
-    assert capsys.readouterr().err == ""
-    line = json.loads(logs.JsonFormatter().format(record))
-    assert line["message"] == "m 3" and line["request_id"] == "r\n1" and "\n" not in logs.JsonFormatter().format(record)
 
 
 async def test_the_engine_does_not_outlive_its_server():

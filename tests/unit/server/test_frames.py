@@ -7,11 +7,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sameseed.config import SpecConfig, parse_draft
+from sameseed.config import parse_draft
 from sameseed.request import Delta, SamplingParams, TokenLogprob
 from sameseed.server import frames
 
 UNPACKER = frames.Unpacker(frames.ToEngine)
+SETTINGS = {"threads": 2, "policy": None, "draft_options": {"max_ngram": 4}, "kv_format": "auto"}
+LOADS = [frames.Load("embedded", draft, SETTINGS) for draft in (parse_draft("(ngram > a/b) + suffix"), "ngram", None)]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
@@ -21,7 +23,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
     st.integers(1, 40),
 )
 def test_frames_survive_any_cut(values, step):
-    sent = [frames.Add(text, prompts, SamplingParams()) for text, prompts in values]
+    sent = [*LOADS, *(frames.Add(text, prompts, SamplingParams()) for text, prompts in values)]
     data = b"".join(frames.pack(f) for f in sent)
     assert list(UNPACKER.each(io.BytesIO(data))) == sent
     assert list(UNPACKER.each(io.BytesIO(data + frames.pack(frames.Abort("x"))[:-1]))) == sent, "half a frame is none"
@@ -69,17 +71,3 @@ def test_numbers_that_json_has_not_are_not_sent():
     token = TokenLogprob(1, float("-inf"), ((2, float("nan")), (3, -1.5)))
     sent = frames.piece(Delta("r", 0, "t", (1,), ("ngram",), None, (token,)))
     assert sent.logprobs == [[1, frames.LEAST_LOGPROB, [[2, frames.LEAST_LOGPROB], [3, -1.5]]]]
-
-
-def through(frame):
-    """A frame as the other side decodes it."""
-    (made,) = frames.Unpacker(frames.ToEngine | frames.FromEngine).each(io.BytesIO(frames.pack(frame)))
-    return made
-
-
-def test_settings_survive():
-    nested = parse_draft("(ngram > a/b) + suffix")
-    assert isinstance(nested, SpecConfig) and nested.below[0].below
-    others = {"threads": 2, "policy": None, "draft_options": {"max_ngram": 4}, "kv_format": "auto"}
-    for draft in (nested, "ngram", None):
-        assert through(sent := frames.Load("embedded", draft, others)) == sent

@@ -133,7 +133,7 @@ async def test_a_server_reads_marks_by_its_template(pair, calls, template, thoug
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a":1}'}
     assert reply.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
     deltas = [json.loads(e.partition(b"data: ")[2])["choices"][0]["delta"] for e in events]
-    assert "".join(d["reasoning"] for d in deltas if "reasoning" in d) == thought
+    assert all("".join(d.get(k, "") for d in deltas) == thought for k in ("reasoning", "reasoning_content"))
     assert [d["tool_calls"][0]["function"]["name"] for d in deltas if "tool_calls" in d] == ["get"]
 
 
@@ -161,46 +161,30 @@ def text(pair):
 PIECES = [("<thi", [0]), ("nk>why", [4]), ("</think>so", [10]), (" be it", [20])]
 
 
-def pieces():
-    return [
-        Piece(0, text, [5], [None], [], [], DONE if i == 3 else None, offset) for i, (text, offset) in enumerate(PIECES)
-    ]
+def replied(kind, fields, text):
+    """The body of a reply, and its events."""
+    thoughts = lambda: Thoughts(PARSERS["qwen3"], "")  # noqa: E731
+    reply = kind(Add("0123456789", [[1]], SamplingParams()), fields, text, thoughts=thoughts)
+    events = list(reply.begin())
+    for i, (said, offset) in enumerate(PIECES):
+        piece = Piece(0, said, [5], [None], [], [], DONE if i == 3 else None, offset)
+        reply.take(piece)
+        events += reply.events(piece)
+    return reply.body(), [json.loads(e.partition(b"data: ")[2]) for e in events]
 
 
-def replied(kind, text, **more):
-    """The body of a reply, and the events of the same reply as a stream."""
-    made = []
-    for stream in (False, True):
-        body = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatReply else {"input": "x"}
-        fields = read(ChatFields if kind is ChatReply else ResponseFields, body | more)
-        thoughts = lambda: Thoughts(PARSERS["qwen3"], "")  # noqa: E731
-        reply = kind(Add("0123456789", [[1]], SamplingParams()), fields, text, thoughts=thoughts)
-        events = list(reply.begin())
-        for piece in pieces():
-            reply.take(piece)
-            events += reply.events(piece)
-        made.append(reply.body() if not stream else [json.loads(e.partition(b"data: ")[2]) for e in events])
-    return made[0], made[1]
-
-
-def test_chat_tells_them_apart(text):
-    body, events = replied(ChatReply, text)
+def test_reasoning_may_be_left_out(text):
+    asked = {"messages": [{"role": "user", "content": "x"}], "include_reasoning": False}
+    body, events = replied(ChatReply, read(ChatFields, asked), text)
     message = body["choices"][0]["message"]
-    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("so be it", "why", "why")
+    assert message["content"] == "so be it" and "reasoning" not in message
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     deltas = [e["choices"][0]["delta"] for e in events]
-    assert "".join(d.get("content", "") for d in deltas) == "so be it"
-    assert (
-        "".join(d.get("reasoning", "") for d in deltas)
-        == "why"
-        == "".join(d.get("reasoning_content", "") for d in deltas)
-    )
-    hidden, _ = replied(ChatReply, text, include_reasoning=False)
-    assert "reasoning" not in hidden["choices"][0]["message"]
+    assert "".join(d.get("content", "") for d in deltas) == "so be it" and not any("reasoning" in d for d in deltas)
 
 
 def test_responses_have_an_item_of_their_own(text):
-    body, events = replied(ResponseReply, text)
+    body, events = replied(ResponseReply, read(ResponseFields, {"input": "x"}), text)
     assert [item["type"] for item in body["output"]] == ["reasoning", "message"]
     assert body["output"][0]["content"] == [{"type": "reasoning_text", "text": "why"}]
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
@@ -213,12 +197,9 @@ def test_responses_have_an_item_of_their_own(text):
 
 
 async def test_templates_get_what_the_request_says(text):
-    def asked(**fields):
-        return read(ChatFields, {"messages": [{"role": "user", "content": "hi"}], **fields})
-
     async def written(**fields):
-        made = asked(**fields)
-        (ids,) = await text.prompts(made.content(), False)
+        asked = read(ChatFields, {"messages": [{"role": "user", "content": "hi"}], **fields})
+        (ids,) = await text.prompts(asked.content(), False)
         return text.tokenizer.decode(ids)
 
     assert await written() == "hi"
