@@ -165,19 +165,17 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
         raise VerifyError(f"{endpoint.url}/models has moved; give {response.url.join(response.headers['location'])}")
     if code == 401 or (code == 403 and not endpoint.model):
         raise VerifyError(f"{endpoint.url} {NO_KEY}")
-    try:
-        models = [dict(m) for m in response.json().get("data") or [{}]] if code == 200 else []
-    except _UNREADABLE:
-        if not endpoint.model:
-            raise VerifyError(
-                f"{endpoint.url}/models is not the answer of a server with OpenAI's API; give the address of one, or "
-                "name the model with --name"
-            ) from None
-        models = []
+    models: list[dict[str, Any]] = []
+    if code == 200:
+        with suppress(*_UNREADABLE):
+            models = [dict(m) for m in response.json().get("data") or [{}]]
     if endpoint.model:
         return next((m for m in models if m.get("id") == endpoint.model), {})
     if not models:
-        raise VerifyError(f"{endpoint.url}/models answers {code}; name the model with --name")
+        raise VerifyError(
+            f"{endpoint.url}/models answers {code} and no list of models; give the address of a server with OpenAI's "
+            "API, or name the model with --name"
+        )
     return models[0]
 
 
@@ -254,15 +252,13 @@ class Asker:
 
     async def ask_together(self, questions: Seq[ServerQuestion], concurrency: int) -> list[ServedText]:
         """Answers in the order of the questions, with `concurrency` requests at once."""
-        answers: dict[int, ServedText] = {}
-        waiting = iter(enumerate(questions))
+        places = asyncio.Semaphore(concurrency)
 
-        async def client() -> None:
-            for index, question in waiting:
-                answers[index] = await self.ask(question)
+        async def one(question: ServerQuestion) -> ServedText:
+            async with places:
+                return await self.ask(question)
 
-        await asyncio.gather(*(client() for _ in range(min(concurrency, len(questions)))))
-        return [answers[i] for i in range(len(questions))]
+        return await asyncio.gather(*map(one, questions))
 
     async def _alive(self) -> bool:
         try:
@@ -354,20 +350,17 @@ def scored_tokens(told: Any) -> list[ScoredToken]:
     """Log-probabilities from either form of the API: parallel lists (completions), or one entry per token (chat)."""
     if not isinstance(told, dict):
         return []
-    if told.get("content") is not None:
-        return [
-            ScoredToken(
-                e["token"], float(e["logprob"]), _top((t["token"], t["logprob"]) for t in e.get("top_logprobs") or ())
-            )
-            for e in told["content"]
+    rows: list[tuple[str, Any, Iterable[tuple[str, Any]]]]
+    if (content := told.get("content")) is not None:
+        rows = [
+            (e["token"], e["logprob"], [(t["token"], t["logprob"]) for t in e.get("top_logprobs") or ()])
+            for e in content
         ]
-    tokens, values = told.get("tokens") or (), told.get("token_logprobs") or ()
-    tops = told.get("top_logprobs") or [None] * len(tokens)
+    else:
+        tokens, values = told.get("tokens") or (), told.get("token_logprobs") or ()
+        tops = told.get("top_logprobs") or [None] * len(tokens)
+        rows = [(t, v, (top or {}).items()) for t, v, top in zip(tokens, values, tops, strict=True)]
     return [
-        ScoredToken(t, None if v is None else float(v), _top((top or {}).items()))
-        for t, v, top in zip(tokens, values, tops, strict=True)
+        ScoredToken(token, None if value is None else float(value), tuple((name, float(v)) for name, v in top))
+        for token, value, top in rows
     ]
-
-
-def _top(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, float], ...]:
-    return tuple((token, float(value)) for token, value in pairs)

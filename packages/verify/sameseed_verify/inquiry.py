@@ -1,4 +1,4 @@
-"""An inquiry: the prompts, the server, its answer to each prompt alone; the evidence on a promise; all promises."""
+"""An inquiry: the prompts, the server, its answer to each prompt alone; and the evidence on a promise."""
 
 from __future__ import annotations
 
@@ -159,24 +159,4 @@ class Inquiry:
         return evidence.compare(f"{self.prompts[index].id}, {way}", self.alone[index], found)
 
 
-@dataclass(frozen=True)
-class Promise:
-    """One promise: its name, its statement `says`, and the function that tests it."""
-
-    id: str
-    name: str
-    says: str
-    ask: Callable[[Inquiry, Evidence], Awaitable[None]]
-
-
-PROMISES: dict[str, Promise] = {}
-
-
-def promise(id: str, name: str) -> Callable[[Any], Any]:
-    """Register a function as the test of a promise; its docstring is the promise's statement in reports."""
-
-    def enter(ask: Callable[[Inquiry, Evidence], Awaitable[None]]) -> Callable[[Inquiry, Evidence], Awaitable[None]]:
-        PROMISES[id] = Promise(id, name, " ".join((ask.__doc__ or "").split()), ask)
-        return ask
-
-    return enter
+Test = Callable[[Inquiry, Evidence], Awaitable[None]]  # of one promise; its docstring states the promise in reports

@@ -1,4 +1,4 @@
-"""The promise about log-probabilities: they belong to the text, its tokens are the likeliest, sums are at most 1.
+"""Two promises about likelihoods: log-probabilities belong to the text, and near ties are decided the same way.
 
 Docstrings of promises are their statements in reports.
 """
@@ -6,10 +6,11 @@ Docstrings of promises are their statements in reports.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from sameseed_verify.ask import ScoredToken, ServedText, ServerQuestion
-from sameseed_verify.inquiry import Evidence, Inquiry, promise
+from sameseed_verify.inquiry import LEAST_TEXTS, Evidence, Inquiry
 
 NUM_TOP = 5
 TIE = 1e-4  # tolerance in log-probability: a token this close to the likeliest counts as equally likely
@@ -17,6 +18,10 @@ SUM = 1e-3  # tolerance by which a sum of probabilities may exceed 1
 DRIFT = 0.05  # tolerated mean difference per token between generating a text and scoring it as a prompt
 FAR = 0.5  # tolerated difference of one token's log-probability, generated in a text and requested alone
 MOST_SCORED = 4  # texts that are scored as prompts
+MOST_TIES = 8
+MOST_BIASED = 4  # ties that are also requested with a logit bias that makes both tokens equally likely
+NEAR = 0.1  # largest difference in log-probability that counts as a near tie
+AFTER = 8  # tokens to generate from the tie on
 UNREADABLE = ("\ufffd", "bytes:", "<0x")  # marks of tokens that hold parts of characters, whose text is not exact
 
 
@@ -25,7 +30,6 @@ def wanted(chat: bool) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": NUM_TOP} if chat else {"logprobs": NUM_TOP}
 
 
-@promise("logprobs", "log-probabilities")
 async def logprobs(inquiry: Inquiry, evidence: Evidence) -> None:
     """Log-probabilities are those of the text: its tokens the likeliest, sums at most 1, the same when it is scored."""
     for i, prompt in enumerate(inquiry.prompts):
@@ -127,3 +131,78 @@ async def _score(inquiry: Inquiry, evidence: Evidence) -> None:
         if not abs(drift) <= DRIFT:
             says = f"{sum(m or 0 for m in mine):.3f}", f"{sum(t or 0 for t in told):.3f}"
             evidence.differ(f"text {number + 1} scored as a prompt: sum of {count} log-probabilities", 0, *says)
+
+
+class NearTie(NamedTuple):
+    """A small log-probability gap between the two likeliest tokens, after `at` tokens of the answer to one prompt."""
+
+    gap: float
+    index: int
+    at: int
+
+
+def near_ties(inquiry: Inquiry) -> list[NearTie]:
+    """The nearest ties of all answers, nearest first. For chat: at most one per answer."""
+    found = []
+    for i, answer in enumerate(inquiry.scored):
+        for at, token in enumerate(answer.scored):
+            best, *others = sorted((v for _, v in token.top), reverse=True) or [0.0]
+            found += [NearTie(best - others[0], i, at)] if others else []
+    found.sort()
+    if inquiry.chat:
+        found = sorted({tie.index: tie for tie in reversed(found)}.values())
+    return found[:MOST_TIES]
+
+
+def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
+    """A question whose first token is at the near tie. For chat: the whole prompt, whose answer passes the near tie."""
+    if inquiry.chat:
+        return inquiry.question(tie.index)
+    answer = inquiry.scored[tie.index]
+    if answer.prompt_token_ids and answer.token_ids:
+        return ServerQuestion({"prompt": [*answer.prompt_token_ids, *answer.token_ids[: tie.at]]}, AFTER)
+    written = "".join(token.token for token in answer.scored[: tie.at])
+    return ServerQuestion({"prompt": inquiry.prompts[tie.index].said + written}, AFTER)
+
+
+async def sharpened(inquiry: Inquiry, question: ServerQuestion) -> ServerQuestion | None:
+    """The question with a logit bias that makes its two likeliest first tokens nearly equal; None without token ids."""
+    if inquiry.chat or not inquiry.asker.extras:
+        return None
+    asked = {**wanted(chat=False), "return_tokens_as_token_ids": True}
+    answer = await inquiry.asker.ask(replace(question, max_tokens=1, stream=False, fields=asked))
+    if answer.error is not None or not answer.scored or len(answer.scored[0].top) < 2:
+        return None
+    (_, best), (name, second) = sorted(answer.scored[0].top, key=lambda t: -t[1])[:2]
+    prefix, _, token = name.partition(":")
+    if prefix != "token_id" or not token.isdigit():
+        return None
+    return replace(question, fields={"logit_bias": {token: best - second}})
+
+
+async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
+    """Where two tokens are nearly as likely, the same one is chosen, alone and under load."""
+    if not inquiry.scored:
+        evidence.missing = "without log-probabilities no near tie can be found"
+        return
+    found = near_ties(inquiry)
+    asked = [(f"gap {tie.gap:.2g}", tie, at_tie(inquiry, tie)) for tie in found]
+    for _, tie, question in asked[:MOST_BIASED]:
+        if (biased := await sharpened(inquiry, question)) is not None:
+            asked.append(("made equal by a bias", tie, biased))
+    wheres = [f"{inquiry.prompts[tie.index].id}, token {tie.at}, {how}" for how, tie, _ in asked]
+    questions = [question for *_, question in asked]
+    alone = [await inquiry.asker.ask(q) for q in questions]
+    for where, question, first in zip(wheres, questions, alone, strict=True):
+        evidence.compare(f"{where}, again", first, await inquiry.asker.ask(question))
+    together = await inquiry.asker.ask_together(questions, inquiry.args.concurrency) if questions else []
+    for where, first, answer in zip(wheres, alone, together, strict=False):
+        evidence.compare(f"{where}, under load", first, answer)
+    near = sum(tie.gap <= NEAR for tie in found)
+    numbers = {"near_ties": near, "made_equal": len(asked) - len(found)}
+    evidence.numbers |= numbers | ({"nearest_gap": found[0].gap} if found else {})
+    if sum(numbers.values()) < LEAST_TEXTS:
+        evidence.missing = (
+            f"{near} places have two tokens within {NEAR:g} of each other, at least {LEAST_TEXTS} are needed; "
+            "give more --requests or --max-tokens"
+        )

@@ -15,7 +15,6 @@ HEADLINES = {  # by verdict: the headline, and its colour
     BROKEN: ("The server breaks a promise", "failed"),
     NOT_SHOWN: ("Not shown: something could not be asked, or too little was", "warning"),
 }
-TONES = {HOLDS: "passed", BROKEN: "failed", NOT_SHOWN: "warning"}
 
 
 def compared_text(entry: Mapping[str, Any]) -> str:
@@ -43,7 +42,12 @@ def counts_text(report: Mapping[str, Any]) -> str:
 
 
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
-_ENVIRONMENT.globals.update(tones=TONES, compared=compared_text, first=first_text, numbers=numbers_text)
+_ENVIRONMENT.globals.update(
+    tones={v: tone for v, (_, tone) in HEADLINES.items()},
+    compared=compared_text,
+    first=first_text,
+    numbers=numbers_text,
+)
 _TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 

@@ -11,35 +11,34 @@ from typing import Any
 
 from sameseed_verify import prompts
 from sameseed_verify.ask import ServedText, ServerQuestion
-from sameseed_verify.inquiry import Evidence, Inquiry, promise
+from sameseed_verify.inquiry import Evidence, Inquiry
 
 LONG = 1200  # characters of a prompt for the prefix cache, enough for many cache blocks
 MOST_LONG = 4  # number of these long prompts
 
 
-@promise("repeat", "asked again")
 async def repeat(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text asked for again, alone, is the same."""
-    for i in range(len(inquiry.prompts)):
-        inquiry.compare(evidence, "again", i, await inquiry.asker.ask(inquiry.question(i)))
+    await _each_alone(inquiry, evidence, "again")
 
 
-@promise("stream", "streamed and whole")
 async def stream(inquiry: Inquiry, evidence: Evidence) -> None:
     """A streamed text, put together, is the one that comes as a whole."""
-    for i in range(len(inquiry.prompts)):
-        inquiry.compare(evidence, "whole", i, await inquiry.asker.ask(inquiry.question(i, stream=False)))
+    await _each_alone(inquiry, evidence, "whole", stream=False)
 
 
-@promise("later", "later")
 async def later(inquiry: Inquiry, evidence: Evidence) -> None:
     """The same greedy text comes at the end of all questions."""
     evidence.numbers["seconds_later"] = round(inquiry.asker.budget.passed, 1)
+    await _each_alone(inquiry, evidence, "later")
+
+
+async def _each_alone(inquiry: Inquiry, evidence: Evidence, way: str, **more: Any) -> None:
+    """Ask every prompt again, one after the other; `more`: fields of ServerQuestion."""
     for i in range(len(inquiry.prompts)):
-        inquiry.compare(evidence, "later", i, await inquiry.asker.ask(inquiry.question(i)))
+        inquiry.compare(evidence, way, i, await inquiry.asker.ask(inquiry.question(i, **more)))
 
 
-@promise("again", "an earlier run")
 async def again(inquiry: Inquiry, evidence: Evidence) -> None:
     """Greedy texts are those of the earlier report."""
     assert inquiry.earlier is not None
@@ -54,7 +53,6 @@ async def again(inquiry: Inquiry, evidence: Evidence) -> None:
         evidence.missing = "the earlier report has none of these prompts; give the same --prompts and --requests"
 
 
-@promise("load", "under load")
 async def load(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same whatever else the server is doing."""
     noise = random.Random(f"load {inquiry.args.seed}")
@@ -88,7 +86,6 @@ def overlap(answers: Seq[ServedText]) -> int:
     return max((sum(first <= at <= last for first, last in spans) for at, _ in spans), default=0)
 
 
-@promise("prefix", "prefix cache")
 async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same whether its prompt was in the prefix cache or not."""
     told = hits = 0
@@ -124,7 +121,6 @@ SWITCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-@promise("seeds", "seeds")
 async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     """A sampled text with its seed comes again, alone and under load."""
     lengths = [answer.num_tokens for answer in inquiry.alone]  # prefer long answers: an empty one shows nothing
@@ -154,7 +150,6 @@ async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
         evidence.notes.append("the same seed never gave the same text: the server seems not to read it")
 
 
-@promise("speculation", "speculation")
 async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
     """A greedy text is the same with speculation off and on."""
     if not inquiry.asker.extras:

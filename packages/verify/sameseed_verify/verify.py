@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import time
@@ -14,26 +15,28 @@ from typing import Any
 
 import httpx
 
-from sameseed_verify import VerifyError, numbers, texts, ties  # each registers its promises
+from sameseed_verify import VerifyError, numbers, texts
 from sameseed_verify.advice import advice, engine_of
 from sameseed_verify.ask import NO_KEY, NOT_SENT, Asker, Endpoint, RequestBudget, ServedText, ServerQuestion, introduce
-from sameseed_verify.inquiry import (
-    BROKEN,
-    HOLDS,
-    LEAST_TEXTS,
-    NOT_SHOWN,
-    PROMISES,
-    Evidence,
-    Inquiry,
-    VerifyServerArgs,
-)
+from sameseed_verify.inquiry import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence, Inquiry, Test, VerifyServerArgs
 from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
 
 SCHEMA = "sameseed.server/1"
-ORDER = ("logprobs", "ties", "repeat", "load", "stream", "prefix", "speculation", "seeds", "later", "again")
+PROMISES: Mapping[str, tuple[str, Test]] = {  # by id, in the order in which they are tested: the name and the test
+    "logprobs": ("log-probabilities", numbers.logprobs),
+    "ties": ("near ties", numbers.ties),
+    "repeat": ("asked again", texts.repeat),
+    "load": ("under load", texts.load),
+    "stream": ("streamed and whole", texts.stream),
+    "prefix": ("prefix cache", texts.prefix),
+    "speculation": ("speculation", texts.speculation),
+    "seeds": ("seeds", texts.seeds),
+    "later": ("later", texts.later),
+    "again": ("an earlier run", texts.again),
+}
 # Requests of all promises: FIXED in total, 4 for each seeded prompt, and EACH for every prompt. The latter are those of
 # `alone`, `logprobs`, `repeat`, `load` (2.5), `stream`, `speculation` (2) and `later`.
-FIXED = 3 + 3 * ties.MOST_TIES + 4 * ties.MOST_BIASED + 4 * texts.MOST_LONG + numbers.MOST_SCORED
+FIXED = 3 + 3 * numbers.MOST_TIES + 4 * numbers.MOST_BIASED + 4 * texts.MOST_LONG + numbers.MOST_SCORED
 EACH = 9.5
 SHARE = 0.7  # share of the allowed seconds to plan for
 
@@ -61,7 +64,7 @@ def check(args: VerifyServerArgs) -> None:
         if not getattr(args, name) > 0:
             raise VerifyError(f"--{name} must be above 0, got {getattr(args, name):g}")
     if unknown := [name for name in args.only if name not in PROMISES]:
-        raise VerifyError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(ORDER)})")
+        raise VerifyError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(PROMISES)})")
 
 
 def endpoint_of(args: VerifyServerArgs) -> Endpoint:
@@ -90,7 +93,7 @@ async def verify(
     check(args)
     if "again" in args.only and earlier is None:
         raise VerifyError("--only again needs --again FILE")
-    chosen = [n for n in ORDER if n in (args.only or ORDER) and (n != "again" or earlier is not None)]
+    chosen = [n for n in PROMISES if n in (args.only or PROMISES) and (n != "again" or earlier is not None)]
     asker, about = await meet(client, args)
     limit = about.get("max_model_len")
     inquiry = Inquiry(asker, args, limit if isinstance(limit, int) else None, earlier)
@@ -100,12 +103,13 @@ async def verify(
     await ask_alone(inquiry)
     found: dict[str, Evidence] = {}
     if "ties" in chosen and "logprobs" not in chosen:  # near ties are found by log-probabilities
-        await PROMISES["logprobs"].ask(inquiry, Evidence())
+        await numbers.logprobs(inquiry, Evidence())
     for done, name in enumerate(chosen):
-        tick(PROMISES[name].name, done, len(chosen))
+        title, test = PROMISES[name]
+        tick(title, done, len(chosen))
         evidence = found[name] = Evidence()
         if not asker.budget.died or name == "again":  # which compares answers that are here already
-            await PROMISES[name].ask(inquiry, evidence)
+            await test(inquiry, evidence)
     return report(inquiry, engine_of(about.get("owned_by")), found)
 
 
@@ -187,9 +191,9 @@ def report(inquiry: Inquiry, engine: str, found: Mapping[str, Evidence]) -> dict
     budget, entries = inquiry.asker.budget, []
     for name, evidence in found.items():
         status, why = evidence.settle(budget.ended, budget.died)
-        tested = asdict(evidence)
+        tested, (title, test) = asdict(evidence), PROMISES[name]
         del tested["missing"]
-        said = {"id": name, "name": PROMISES[name].name, "says": PROMISES[name].says, "status": status, "why": why}
+        said = {"id": name, "name": title, "says": inspect.getdoc(test), "status": status, "why": why}
         advised = "" if status == HOLDS else advice(engine, name, status == BROKEN)
         entries.append({**said, **tested, "advice": advised})
     return {
@@ -204,7 +208,7 @@ def report(inquiry: Inquiry, engine: str, found: Mapping[str, Evidence]) -> dict
         "requests": budget.spent,
         "failures": dict(inquiry.asker.failures),
         "promises": entries,
-        "not_asked": [name for name in ORDER if name not in found],
+        "not_asked": [name for name in PROMISES if name not in found],
         "texts": [
             {"prompt": p.id, "asked": p.said, "text": a.text, "finish_reason": a.finish_reason}
             | {"num_tokens": a.num_tokens, "error": a.error}

@@ -18,10 +18,10 @@ from sameseed_verify.ask import ScoredToken, is_near, open_client
 from sameseed_verify.inquiry import Evidence, VerifyServerArgs
 from sameseed_verify.numbers import likeliest
 from sameseed_verify.page import render
-from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, ORDER, check, endpoint_of, verify
+from sameseed_verify.verify import EXIT_CODES, LEAST_REQUESTS, PROMISES, check, endpoint_of, verify
 
 SETTINGS = VerifyServerArgs("http://fake", seconds=1e6)
-ASKED = [name for name in ORDER if name != "again"]
+ASKED = [name for name in PROMISES if name != "again"]
 
 
 async def inquire(
@@ -300,7 +300,7 @@ async def test_what_is_no_such_server_is_said() -> None:
 
     for server, says in (
         (nobody, "is it running"),
-        (page, "not the answer of a server with OpenAI's API"),
+        (page, "address of a server with OpenAI's API"),
         (half, "does not answer as a server with OpenAI's API"),
         (lambda r: httpx.Response(404), "name the model with --name"),
         (lambda r: httpx.Response(401), "API key"),
