@@ -10,7 +10,7 @@ from recorded import ROOT, Record, last_of_each, lines, loss_records, named, ori
 from studied import measured, ours
 
 from sameseed.report.plot import Panel, Series, draw
-from sameseed_lab.studies import _page, _runner
+from sameseed_lab.studies import _runner
 
 FOLDER = ROOT / "docs" / "pictures"
 
@@ -194,7 +194,7 @@ def study(name: str) -> Picture:
     plots = _runner.load(name).report(found).plots
     plot = next((p for p in plots if p.name == plot_name), plots[0])
     timed = [r for r in found if "repetitions" in r] or found
-    about = f"{ours(timed[-1])} {_page.SPREAD} {origins(timed)}"
+    about = f"{ours(timed[-1])} {_runner.SPREAD} {origins(timed)}"
     return Picture(plot.title, plot.panels[part], about, f"{name}: {plot.title}", 3)
 
 

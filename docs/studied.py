@@ -6,7 +6,7 @@ import textwrap
 
 from recorded import Record, last_of_each, lines, markdown, origins
 
-from sameseed_lab.studies import _page, _runner
+from sameseed_lab.studies import _runner
 
 SAID = {"real": "real models", "true": "twins at true shapes", "small": "the embedded family"}  # the best first
 
@@ -60,7 +60,7 @@ def shown(name: str, found: list[Record]) -> str:
 
 def ours(record: Record) -> str:
     """The workload of a record as a sentence, without its machine; a model's name keeps its first letter."""
-    said = _page.ours(record)
-    for known in (f" on {_page.machine(record)}", f"; {record['machine']['cpu']}"):
+    said = _runner.ours(record)
+    for known in (f" on {_runner.machine(record)}", f"; {record['machine']['cpu']}"):
         said = said.replace(known, "")
     return f"{said if record['size'] == 'real' else said[0].upper() + said[1:]}."

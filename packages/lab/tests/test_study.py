@@ -21,7 +21,7 @@ from sameseed.measure.costs import Cost, Profile, StoredModel
 from sameseed.measure.limits import Limits
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import MOST, Panel, plot_paths
-from sameseed_lab.studies import _page, _runner, _setup, assisted, concurrency, formats, rivals, serving
+from sameseed_lab.studies import _runner, _setup, assisted, concurrency, formats, rivals, serving
 from sameseed_lab.studies._bench import BenchCell
 from sameseed_lab.studies._load import LoadCell
 from sameseed_lab.studies._setup import SIZES, StudySetup
@@ -48,7 +48,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, Path]]
         return paths
 
     monkeypatch.setattr(drawing, "draw", leave)
-    monkeypatch.setattr(_page, "svg", lambda panel: b"")
+    monkeypatch.setattr(drawing, "svg", lambda panel: b"")
     return draw
 
 

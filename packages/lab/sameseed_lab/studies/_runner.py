@@ -1,9 +1,10 @@
-"""The runner of all studies: measures a grid cell by cell, appends each finished cell, and skips recorded cells."""
+"""The runner of all studies: measures a grid cell by cell, skips recorded cells, and writes plots and an HTML page."""
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,9 +13,18 @@ from typing import Any
 from sameseed import ops, registry
 from sameseed.errors import ConfigError, SameseedError
 from sameseed.report import plot as drawing, record
-from sameseed_lab.studies import _page
+from sameseed.report.page import templates
 from sameseed_lab.studies._setup import StudySetup
-from sameseed_lab.studies._study import Cell, Study, same_text
+from sameseed_lab.studies._study import Cell, Records, Report, Study, same_text
+
+SPREAD = "Bands and lines: the least and the most of several runs; of quality: 95 % intervals. Published: grey."
+_TEMPLATES = templates(
+    Path(__file__).parent,
+    tone="passed",
+    number=lambda value: f"{value:.3g}",
+    picture=lambda panel: base64.b64encode(drawing.svg(panel)).decode(),
+    spread=SPREAD,
+)
 
 
 @dataclass(frozen=True)
@@ -106,16 +116,64 @@ def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> tuple[list[Pat
     if not found:
         raise ConfigError(f"nothing of {name} is measured; `sameseed study {name} --dry-run` says what cannot run")
     report = study.report(found)
-    last = next((r for r in reversed(found) if "repetitions" in r), found[-1])
-    about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} x interleaved", _page.SPREAD)
+    last = _last(found)
+    about = drawing.source(last, f"{setup.num_prompts} prompts, {setup.repeat} x interleaved", SPREAD)
     drawn = list[Path]()
     who = " + ".join(setup.names.values()) if setup.size == "real" else f"{name}, {setup.size}"
     for p in report.plots:
-        title = f"{p.title}: {who}, {_page.machine(last)}"
+        title = f"{p.title}: {who}, {machine(last)}"
         drawn += drawing.draw(p.panels, setup.out / f"{name}-{p.name}", title, about, p.columns)
     page = setup.out / f"{name}.html"
     left_out = [
         (p.cell.name, p.wrong or "not measured yet") for p in planned if p.digest not in {r["digest"] for r in found}
     ]
-    page.write_text(_page.render(name, study, report, found, left_out), encoding="utf-8")
+    page.write_text(render(name, study, report, found, left_out), encoding="utf-8")
     return [page, *drawn], all(same_text(r) is not False for r in found)
+
+
+def _last(records: Records) -> Mapping[str, Any]:
+    """The last record of speed, or else the last of all."""
+    return next((r for r in reversed(records) if "repetitions" in r), records[-1])
+
+
+def render(name: str, study: Study, report: Report, records: Records, left_out: Seq[tuple[str, str]]) -> str:
+    """The HTML page. `left_out`: names of cells without records, with the reason."""
+    last = _last(records)
+    drafted = [same for r in records if (same := same_text(r)) is not None]
+    facts: dict[str, Any] = {**last["machine"], "commit": last["commit"], "time": last["time"], "size": last["size"]}
+    loads = [r["machine"]["load_1min"] for r in records]
+    facts["load in the minute before each cell"] = f"{min(loads):g} to {max(loads):g}" if loads else ""
+    return _TEMPLATES.get_template("study.html").render(
+        title=f"Study: {name}",
+        head=study.title,
+        study=study,
+        report=report,
+        ours=ours(last),
+        busy=any(r["machine"]["load_1min"] > r["machine"]["cores"] + 1 for r in records),
+        compared=len(drafted),
+        unequal=drafted.count(False),
+        left_out=left_out,
+        machine=facts,
+    )
+
+
+def ours(last: Mapping[str, Any]) -> str:
+    """The machine and the workload of our measurement in one line."""
+    c = last["config"]
+    if "repetitions" not in last:
+        return f"{c['model']} on {last['machine']['cpu']}; no speed was measured"
+    kinds = {"small": "the embedded family", "true": "twins of the embedded family at true shapes"}
+    kind = kinds.get(last["size"]) or " with ".join(last["models"].values())
+    if "workload" in c:
+        return f"{c['workload'].replace('own, ', f'{kind}, ', 1)}; {last['machine']['cpu']}"
+    count = f"{c['num_prompts']} prompts" if "num_prompts" in c else f"{c['num_requests']} requests at the most clients"
+    return (
+        f"{kind} on {machine(last)}; {count}, at most "
+        f"{c['max_tokens']} tokens each, {len(last['repetitions'])} x interleaved, medians"
+    )
+
+
+def machine(record: Mapping[str, Any]) -> str:
+    """The machine of a record: its GPU, or its processor and threads."""
+    its = record["machine"]
+    return str(its.get("gpu") or f"{its['cpu']}, {its['threads']} thread{'s' * (its['threads'] > 1)}")

@@ -81,37 +81,26 @@ class Report:
     tables: Seq[Table]
 
 
-@dataclass(frozen=True)
 class Study:
     """A published study. `differs`: how their setup differs from ours. `data`: their data, and how to get it.
 
-    `derive` makes rows of records; `findings` says the main results; `more` adds plots and tables that are not made of
-    one field a row. `layout`: measures, figures, plots and tables of the TOML file (docs/guides/studies.md).
+    These texts, and the `layout` (measures, figures, plots and tables: docs/guides/studies.md), are in the TOML file
+    beside its module `file`. `derive` makes rows of records; `findings` says the main results; `more` adds plots and
+    tables that are not made of one field a row.
     """
 
-    title: str
-    source: str
-    differs: Seq[str]
-    data: str
-    cells: Callable[[StudySetup], Seq[Cell]]
-    derive: Callable[[Records], list[Row]]
-    findings: Callable[[list[Row]], list[str]]
-    more: Callable[[list[Row]], tuple[list[Plot], list[Table]]]
-    layout: Mapping[str, Any]
-
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         file: str,
         cells: Callable[[StudySetup], Seq[Cell]],
         derive: Callable[[Records], list[Row]],
         findings: Callable[[list[Row]], list[str]],
         more: Callable[[list[Row]], tuple[list[Plot], list[Table]]] = lambda rows: ([], []),
-    ) -> Study:
-        """The study of a module `file`, whose texts and figures are in the TOML file beside it."""
-        found = tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="utf-8"))
-        texts = {key: found.pop(key) for key in ("title", "source", "differs", "data")}
-        return cls(**texts, cells=cells, derive=derive, findings=findings, more=more, layout=found)
+    ) -> None:
+        self.cells, self.derive, self.findings, self.more = cells, derive, findings, more
+        self.layout = tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="utf-8"))
+        self.title, self.source, self.data = (str(self.layout[key]) for key in ("title", "source", "data"))
+        self.differs: Seq[str] = self.layout["differs"]
 
     def report(self, records: Records) -> Report:
         """Our results beside the published ones. Plots have what was measured, and nothing published without ours."""

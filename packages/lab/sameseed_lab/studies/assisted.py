@@ -175,4 +175,4 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     return [Plot("prompts", "Tokens of the prompts", [panel])], []
 
 
-STUDY = Study.read(__file__, cells, derive, findings, more)
+STUDY = Study(__file__, cells, derive, findings, more)

@@ -39,4 +39,4 @@ def findings(rows: list[Row]) -> list[str]:
     return said
 
 
-STUDY = Study.read(__file__, cells, derive, findings)
+STUDY = Study(__file__, cells, derive, findings)

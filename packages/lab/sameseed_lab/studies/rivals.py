@@ -255,4 +255,4 @@ def text_table(texts: list[Row]) -> Table:
     return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", f"{name}: times faster"), rows)
 
 
-STUDY = Study.read(__file__, cells, derive, findings, more)
+STUDY = Study(__file__, cells, derive, findings, more)

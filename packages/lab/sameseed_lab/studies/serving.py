@@ -94,4 +94,4 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
     return [Plot("drafts", "What rounds draft", [drafts]), Plot("rounds", "Where the time of rounds goes", panels)], []
 
 
-STUDY = Study.read(__file__, cells, derive, findings, more)
+STUDY = Study(__file__, cells, derive, findings, more)
