@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sameseed import ops, scheme
+from sameseed.cli.console import progress
 from sameseed.errors import ConfigError, say_once
 from sameseed.models.config import ModelConfig, llama_only
 from sameseed.models.decoder import Decoder
@@ -27,7 +28,7 @@ from sameseed_train.checkpoint import read_tensors
 from sameseed_train.prompts import Prompt, file_seeds, held_out, recipe_held_out, recipe_seeds
 from sameseed_train.recipe import OwnRecipe, flat
 from sameseed_train.states import Seed, States, StoredTexts, TextStates, captured_layers, collect, digest_of
-from sameseed_train.trainer import Log, TrainJob, checkpoint_path, progress_bar, train
+from sameseed_train.trainer import Log, TrainJob, checkpoint_path, train
 
 NUM_DRAFT_TOKENS = 4  # the chain length that cards report
 NEW_TOKENS = 128  # of a text on which acceptance is measured
@@ -150,26 +151,26 @@ def learn(
     job = replace(learner.job(own, out, device), begun=own.begun)
     held = [Seed(ids, measured_tokens) for ids, _ in prompts]
     texts = continued(own, held, out / "held-out") if held else None
-    progress: dict[str, Any] = {}
+    done: dict[str, Any] = {}
     for point in (points := measured_at(recipe.train.steps, stop_after)):
-        progress = train(job, log, quiet=quiet, stop_after=point)
-        if progress["step"] > point and point < points[-1]:  # it was measured before a resume
+        done = train(job, log, quiet=quiet, stop_after=point)
+        if done["step"] > point and point < points[-1]:  # it was measured before a resume
             continue
         learner.export(made)
         if texts is not None:
             found = acceptance(learner.right(made, own), own, texts, [domain for _, domain in prompts])
-            counts = {"step": progress["step"], "tokens": progress["tokens"], "text_tokens": own.texts.num_tokens}
+            counts = {"step": done["step"], "tokens": done["tokens"], "text_tokens": own.texts.num_tokens}
             log.write(stage=CURVE, **counts, acceptance=found)
     measured = [row for row in log.rows() if row["stage"] == CURVE] if texts is not None else []
     parameters = sum(p.numel() for p in learner.model.parameters())
     counts = {"parameters": parameters, "texts": len(own.texts), "text_tokens": own.texts.num_tokens}
-    results = {"recipe": asdict(recipe), **counts, "training": progress, **learner.facts}
+    results = {"recipe": asdict(recipe), **counts, "training": done, **learner.facts}
     if measured:
         results |= {"acceptance": measured[-1]["acceptance"], "curve": curve(measured)}
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     trained = (
-        f"{learner.about}; {parameters / 1e6:.2f} M parameters of its own. Trained for {progress['step']} steps, "
-        f"{progress['tokens'] / 1e6:.2f} M drafts, on {len(own.texts)} texts with {own.texts.num_tokens / 1e6:.2f} M "
+        f"{learner.about}; {parameters / 1e6:.2f} M parameters of its own. Trained for {done['step']} steps, "
+        f"{done['tokens'] / 1e6:.2f} M drafts, on {len(own.texts)} texts with {own.texts.num_tokens / 1e6:.2f} M "
         "tokens to learn from."
     )
     write_card(made, results["recipe"], recipe.source, trained, acceptance_of(results))
@@ -245,16 +246,14 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
     """What a run began with, to be kept in its checkpoint: that of the checkpoint if there is one.
 
     `layers`: of the target, that are read; `seeds` of the texts, which may be more than in the first run. Raises
-    ConfigError where the checkpoint is of other settings or prompts, of more texts, or of an earlier version.
+    ConfigError where the checkpoint is of other settings or prompts, or of more texts.
     """
     settings = {name: value for name, value in flat(asdict(recipe)).items() if name not in EDITABLE}
     settings["layers"] = list(layers)
     now: dict[str, Any] = {"settings": settings, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
     if not checkpoint.exists():
         return now
-    begun: dict[str, Any] | None = read_tensors(checkpoint, ())[1].get("begun")
-    if not begun:
-        raise ConfigError(f"{checkpoint} is of an earlier version of sameseed; train anew with another --out")
+    begun: dict[str, Any] = read_tensors(checkpoint, ())[1]["begun"]
     then, first = begun["settings"], begun["num_texts"]
     changed = [f"{n} {then[n]} (now {value})" for n, value in now["settings"].items() if n in then and then[n] != value]
     if changed:
@@ -290,12 +289,12 @@ def write_all(
     kept = out / "states" / digest_of((*written, stored))
     longest = max(longest, recipe.texts.prompt_tokens + recipe.texts.new_tokens)
     states = States(target, stored, cache, longest, kept, recipe.states_gb * 1e9)
-    with progress_bar(how["quiet"]) as bar:
-        task = bar.add_task("texts", total=len(seeds), said="")
+    with progress("texts", how["quiet"]) as (update, _):
+        update(total=len(seeds))
         for done, path in collect(states, seeds, texts, recipe.batch, recipe.seed):
             paths.append(path)
             log.write(stage="texts", texts=done)
-            bar.update(task, completed=done)
+            update(completed=done)
     return Own(recipe, target, StoredTexts(paths), begun, states)
 
 

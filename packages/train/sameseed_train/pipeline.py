@@ -198,9 +198,7 @@ def loop_texts(recipe: Recipe, data: Path, out: Path, device: str) -> list[TextS
 
 def draft_stage(recipe: Recipe, data: Path, out: Path, **how: Any) -> Trained:
     """The draft learns the target's distribution on texts that the target generates, as in `sameseed train draft`."""
-    target, checkpoint = str(out / "target"), checkpoint_path(out, "draft")
-    if checkpoint.exists() and not read_tensors(checkpoint, ())[1].get("begun"):  # of an earlier version
-        checkpoint.unlink()
+    target = str(out / "target")
     own = replace(
         recipe.draft,
         name=f"{recipe.name}: draft",

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from sameseed.cli.console import progress as progress_bar
 from sameseed.errors import SameseedError
 from sameseed_train.checkpoint import load_checkpoint, save_checkpoint
 from sameseed_train.optim import MuonAdamW
@@ -93,19 +92,6 @@ def deferred_interrupts() -> Iterator[list[int]]:
             signal.signal(kind, handler)
 
 
-def progress_bar(quiet: bool) -> Progress:
-    """A progress bar on standard error, with the task's status text (`said`) and the remaining time."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
-    )
-
-
 def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
     """Forward, backward, clip, update, and log; returns the new progress and the speed in tokens per second.
 
@@ -164,11 +150,11 @@ def train(job: TrainJob, log: Log, *, quiet: bool, stop_after: int | None = None
     last = min(settings.steps, stop_after if stop_after is not None else settings.steps)
     job.model.train()
     saved = time.monotonic()
-    with progress_bar(quiet) as bar, deferred_interrupts() as interrupts:
-        task = bar.add_task(job.name, total=settings.steps, completed=progress["step"], said="")
+    with progress_bar(job.name, quiet) as (update, _), deferred_interrupts() as interrupts:
+        update(total=settings.steps, completed=progress["step"])
         while progress["step"] < last and not interrupts:
             progress, rate = one_step(job, optimizer, progress, log)
-            bar.update(task, completed=progress["step"], said=f"loss {progress['loss']:.3f}  {rate:.0f} tokens/s")
+            update(completed=progress["step"], note=f"loss {progress['loss']:.3f}  {rate:.0f} tokens/s")
             if time.monotonic() - saved > 60 * settings.checkpoint_minutes:
                 save_checkpoint(job.checkpoint, job.model, optimizer, {**progress, "begun": job.begun})
                 saved = time.monotonic()

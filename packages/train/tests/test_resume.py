@@ -14,7 +14,6 @@ from lawkit import write_model
 from safetensors.torch import load_file
 
 from sameseed.errors import ConfigError
-from sameseed_train.checkpoint import read_tensors, save_tensors
 from sameseed_train.head import run_head
 from sameseed_train.learning import Sources
 from sameseed_train.optim import OptimSettings
@@ -96,13 +95,6 @@ def test_what_may_be_edited_is_accepted(folder: Path, begun: Path) -> None:
     shutil.rmtree(head)  # as if the run had been interrupted before it first wrote it
     train_head(folder, begun, stop=None, train=replace(train, steps=1))
     assert (head / "model.safetensors").read_bytes() == weights, "of the steps that were done, which are more"
-
-
-def test_a_checkpoint_that_does_not_say_what_it_began_with_is_refused(folder: Path, begun: Path) -> None:
-    tensors, progress = read_tensors(begun / "head.checkpoint.safetensors")
-    save_tensors(tensors, begun / "head.checkpoint.safetensors", {**progress, "begun": None})
-    with pytest.raises(ConfigError, match="of an earlier version of sameseed; train anew"):
-        train_head(folder, begun)
 
 
 def test_texts_may_become_more(folder: Path, begun: Path) -> None:
