@@ -18,6 +18,7 @@ from sameseed_vllm.flags import Installed, Spread
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SUFFIX = {
+    "method": "suffix",
     "suffix_decoding_max_tree_depth": 24,
     "suffix_decoding_max_spec_factor": 2.0,
     "suffix_decoding_min_token_prob": 0.1,
@@ -70,34 +71,45 @@ def test_gpus_and_nodes() -> None:
         Spread(nodes=0)
 
 
-def test_drafts() -> None:
-    assert drafted(parse_draft("ngram"), num_draft_tokens=6) == {
-        "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 4,
-    }  # fmt: skip
-    assert drafted(parse_draft("ngram"), draft_options={"max_ngram": 7})["prompt_lookup_max"] == 7
-    assert drafted(parse_draft("suffix")) == {  # vLLM's store of past texts is shared by all tenants
-        "method": "suffix",
-        "num_speculative_tokens": 4,
-        "suffix_decoding_max_tree_depth": 24,
-        "suffix_decoding_max_spec_factor": 2.0,
-        "suffix_decoding_min_token_prob": 0.1,
-        "suffix_decoding_max_cached_requests": 0,
-    }
-    assert drafted(parse_draft("org/small")) == {
-        "method": "draft_model",
-        "num_speculative_tokens": 4,
-        "model": "org/small",
-    }
-    assert drafted(parse_draft("org/small"), Spread(4))["draft_tensor_parallel_size"] == 4
-    assert drafted(parse_draft("parallel:org/small")) == {
-        "method": "draft_model", "num_speculative_tokens": 4, "model": "org/small", "parallel_drafting": True,
-    }  # fmt: skip
-    head = SpecConfig("eagle", "org/Some-EAGLE3-head")
-    assert drafted(head, Spread(4)) == {
-        "method": "eagle3", "num_speculative_tokens": 4, "model": "org/Some-EAGLE3-head",
-        "draft_tensor_parallel_size": 4,
-    }  # fmt: skip
-    assert drafted(SpecConfig("eagle", "org/EAGLE-head"))["method"] == "eagle"
+ORG = "org/Some-EAGLE3-head"
+TABLE = {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 32, 0]]}
+SAMPLED = {"draft_sample_method": "probabilistic"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "made"),
+    [
+        ("ngram", {}, NGRAM),
+        ("ngram", {"max_ngram": 7}, {**NGRAM, "prompt_lookup_max": 7}),
+        ("ngram", TABLE, {**NGRAM, **TABLE}),
+        ("ngram_gpu", {"max_ngram": 5}, {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
+        ("suffix", {}, {**SUFFIX, "suffix_decoding_max_cached_requests": 0}),  # vLLM's store is of all tenants
+        ("suffix", {"past": "all"}, SUFFIX),
+        ("org/small", {}, {"method": "draft_model", "model": "org/small"}),
+        ("parallel:org/small", {}, {"method": "draft_model", "model": "org/small", "parallel_drafting": True}),
+        (
+            "org/pard",
+            {"parallel_drafting": True},
+            {"method": "draft_model", "model": "org/pard", "parallel_drafting": True},
+        ),
+        (f"eagle:{ORG}", {}, {"method": "eagle3", "model": ORG}),
+        ("eagle:org/EAGLE-head", {}, {"method": "eagle", "model": "org/EAGLE-head"}),
+        ("mtp", {}, {"method": "mtp"}),
+        ("mtp:org/m", {}, {"method": "mtp", "model": "org/m"}),
+        ("assistant:org/m", {}, {"method": "mtp", "model": "org/m"}),
+        ("dspark", SAMPLED, {"method": "dspark", **SAMPLED}),
+        ("dflash:org/d", {}, {"method": "dflash", "model": "org/d"}),
+        ("org/qwen-DFlash-b16", {}, {"method": "dflash", "model": "org/qwen-DFlash-b16"}),
+    ],
+)
+def test_drafts(draft: str, options: dict[str, Any], made: dict[str, Any]) -> None:
+    assert drafted(parse_draft(draft), draft_options=options) == {"num_speculative_tokens": 4, **made}
+
+
+def test_packaged_drafts_and_spreads() -> None:
+    assert drafted(parse_draft("ngram"), num_draft_tokens=6)["num_speculative_tokens"] == 6
+    for draft in ("org/small", f"eagle:{ORG}"):
+        assert drafted(parse_draft(draft), Spread(4))["draft_tensor_parallel_size"] == 4
     # A checkpoint's content decides, not its name.
     assert drafted(SpecConfig("draft_model", "embedded-head"))["method"] == "eagle3"
     pair = drafted(SpecConfig("draft_model", "embedded-draft"))
@@ -217,37 +229,6 @@ def test_own_flags() -> None:
 def test_flags_that_are_sameseeds(more: str) -> None:
     with pytest.raises(ConfigError, match="sameseed's own flags"):
         arguments(more=more)
-
-
-@pytest.mark.parametrize(
-    ("draft", "options", "made"),
-    [
-        ("mtp", {}, {"method": "mtp"}),
-        ("mtp:org/m", {}, {"method": "mtp", "model": "org/m"}),
-        ("assistant:org/m", {}, {"method": "mtp", "model": "org/m"}),
-        (
-            "dspark",
-            {"draft_sample_method": "probabilistic"},
-            {"method": "dspark", "draft_sample_method": "probabilistic"},
-        ),
-        ("dflash:org/d", {}, {"method": "dflash", "model": "org/d"}),
-        ("org/qwen-DFlash-b16", {}, {"method": "dflash", "model": "org/qwen-DFlash-b16"}),
-        ("ngram_gpu", {"max_ngram": 5}, {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
-        (
-            "org/pard",
-            {"parallel_drafting": True},
-            {"method": "draft_model", "model": "org/pard", "parallel_drafting": True},
-        ),
-        ("suffix", {"past": "all"}, {"method": "suffix", **SUFFIX}),
-        (
-            "ngram",
-            {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 32, 0]]},
-            {**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 32, 0]]},
-        ),
-    ],
-)
-def test_what_only_vllm_has(draft: str, options: dict[str, Any], made: dict[str, Any]) -> None:
-    assert drafted(parse_draft(draft), draft_options=options) == {"num_speculative_tokens": 4, **made}
 
 
 @pytest.mark.parametrize(
