@@ -75,14 +75,9 @@ def default(field: dataclasses.Field[Any]) -> str:
 READ = 50e9  # bytes per second: memory bandwidth assumed for the ceilings in the table of models
 HUB = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
     "qwen3-4b": "Qwen/Qwen3-4B",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen3-8b": "Qwen/Qwen3-8B",
     "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",

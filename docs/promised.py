@@ -5,6 +5,8 @@ They come from promises.jsonl and promises_families.jsonl.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from recorded import Record, lines, markdown
 
 ENGINES = {"sameseed": "sameseed", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
@@ -48,20 +50,22 @@ COLUMNS = {  # of the table by families: the promises of `verify-server` that a 
 
 
 def families() -> str:
-    """Table with one row per server, model and draft, and one column per kind of promise."""
-    rows = []
+    """Table with one row per server, model and draft, one column per kind of promise; servers without a draft summed."""
+    rows, alone = [], Counter[str]()
     for record in lines("promises_families"):
-        asked, cells = {p["id"]: p for p in record["promises"]}, []
+        asked, told, cells = {p["id"]: p for p in record["promises"]}, record["started"], []
         for names in COLUMNS.values():
             parts = [asked[n] for n in names if n in asked and asked[n]["status"] != "not shown"]
             differing, compared = (sum(p[name] for p in parts) for name in ("differing", "compared"))
             cells.append(counted("broken" if differing else "holds", differing, compared) if parts else "not shown")
-        if record["started"]["draft"] == "none":
-            cells[list(COLUMNS).index("with drafts = without")] = ""
-        told = record["started"]
-        drafted = f"{told['draft_tokens']:,}, {told['accepted']:,}" if told["draft"] != "none" else ""
-        rows.append([told["model"], told["server"], told["draft"], drafted, *cells])
-    return f"{markdown(['model', 'server', 'draft', 'drafted, accepted', *COLUMNS], rows)}\n"
+            if told["draft"] == "none":
+                alone.update({told["server"]: 0, "differing": differing, "compared": compared})
+        if told["draft"] != "none":
+            drafted = f"{told['draft_tokens']:,}, {told['accepted']:,}"
+            rows.append([told["model"], told["server"], told["draft"], drafted, *cells])
+    differing, compared = alone.pop("differing"), alone.pop("compared")
+    said = f"{', '.join(alone)} without a draft: {differing} of {compared:,} comparisons differed."
+    return f"{markdown(['model', 'server', 'draft', 'drafted, accepted', *COLUMNS], rows)}\n\n{said}\n"
 
 
 def promises(name: str) -> str:
