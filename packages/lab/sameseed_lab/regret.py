@@ -38,11 +38,7 @@ class Behind:
 
 @dataclass(frozen=True)
 class PredictionError:
-    """Absolute relative error of predicted speed-ups: predicted over measured, less 1.
-
-    `coverage`: how often the two differ by no more than their 80 % intervals together. The measured value has an
-    interval, too, because the prompts held out are a sample.
-    """
+    """Relative error of predicted speed-ups. `coverage`: how often both lie within their 80 % intervals together."""
 
     median: float
     p90: float

@@ -37,10 +37,7 @@ from sameseed_train.trainer import TrainJob
 
 
 def run_draft(recipe: DraftRecipe, sources: Sources, out: Path, **how: Any) -> Trained:
-    """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder with the target's tokenizer.
-
-    `how`: see `learning.learn`.
-    """
+    """Train a draft for `recipe.target` into `out/draft`, a Hugging Face folder; `how`: see `learning.learn`."""
     if sources.measure is not None and recipe.parallel:
         raise ConfigError("a draft in parallel is not measured here; leave --measure out, use sameseed bench --prompts")
     return learn(recipe, sources, out, partial(DraftLearner, recipe), **how)
@@ -112,10 +109,7 @@ def components(embedding: Tensor, weight: Tensor) -> None:
 
 
 def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTraining, int]:
-    """A new draft or the one that `recipe.begin` names; and the requested mask id, else the draft's own, else -1.
-
-    Raises ConfigError for a draft that cannot be trained here.
-    """
+    """A new draft or the one that `recipe.begin` names, and its mask's id (-1: none is known). Raises ConfigError."""
     if not recipe.begin:
         return LlamaForTraining(draft_shape(recipe, shape_of(target)), recipe.seed), recipe.mask_token
     if recipe.size != DraftSize():

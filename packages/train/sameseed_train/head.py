@@ -100,10 +100,7 @@ class HeadLearner:
 
 
 class Vocabulary:
-    """The tokens that a head learns, and which of them the loss of a batch covers.
-
-    lm_head [Vd, C]: the target's rows of these tokens, decoded. `count`: tokens per batch (0: all of them).
-    """
+    """The tokens that a head learns: lm_head [Vd, C] has the target's rows, `count` of them are in a batch's loss."""
 
     def __init__(self, target: Decoder, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
         """`counts` int64 [V]: how often each token is written in the texts."""
@@ -204,10 +201,7 @@ def pack_head(folder: Path, out: Path, quant: QuantScheme) -> None:
 
 
 def in_few_bits(weights: Mapping[str, Tensor], quant: QuantScheme) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A head's tensors, the matrices in compressed-tensors' layout, and the `quantization_config` that says so.
-
-    Raises ConfigError for a format that has no such layout, or groups that do not divide a matrix.
-    """
+    """A head's tensors in compressed-tensors' layout, and its `quantization_config`. Raises ConfigError without one."""
     tensors, groups, layout = dict[str, Tensor](), dict[str, dict[str, Any]](), dict[str, Any]()
     for name, tensor in weights.items():
         module = name.removesuffix(".weight")

@@ -137,10 +137,7 @@ class HeadForTraining(nn.Module):
         return HeadBatch(rows, unroll, *parts)
 
     def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
-        """Weighted sum over drafts of KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C] or some of its rows.
-
-        wanted [R, Vd]: the target's logits.
-        """
+        """Weighted KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C], wanted [R, Vd]: the target's logits."""
         targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
         place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
         weights, losses = [recipe.loss.falloff**s for s in range(batch.unroll)], []
@@ -181,10 +178,7 @@ class HeadForTraining(nn.Module):
         }
 
     def forward(self, embedding: Tensor, states: Tensor, rows: DraftRows, num_steps: int) -> list[Tensor]:
-        """embedding [B, N, C] of each row's token, states [B, N, F] -> per step, normed outputs [A, C].
-
-        At step s only rows t >= s are valid, because their path begins at row t - s.
-        """
+        """embedding [B, N, C], states [B, N, F] -> at step s normed outputs [A, C], valid for rows t >= s."""
         layer, a = self.midlayer, self.midlayer.self_attn
         (b, n, _), d = states.shape, self.config.layer.head_dim
         cos, sin = self.rope[:n].chunk(2, dim=-1)  # type: ignore[index]  # [N, D/2]

@@ -1,7 +1,4 @@
-"""One run for heads and drafts: any target that the engine runs writes texts, and a model learns from them.
-
-The model is measured on the way.
-"""
+"""One run for heads and drafts: a target writes texts, and a model learns from them and is measured on the way."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ Right = list[list[bool]]  # [s][t]: whether the draft of place t of a text is ri
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of prompts: a file of JSON lines, or the data folder of the recipe's sources.
-
-    `measure`: a file of held-out prompts to measure a head's acceptance on.
-    """
+    """Where prompts come from: a file, or the recipe's data folder. `measure`: held-out prompts for the acceptance."""
 
     prompts: Path | None = None
     data: Path | None = None
@@ -335,10 +329,7 @@ def acceptance(
 
 
 def summary(texts: Seq[Right]) -> dict[str, Any]:
-    """Counts and acceptance rate of greedy chains over texts.
-
-    agreement[s]: share of places where, after s right drafts along the text, the next one is right too.
-    """
+    """Counts and rates of greedy chains; agreement[s]: how often the next draft is right after s right ones."""
     drafted, accepted = map(sum, zip(*map(count_chains, texts), strict=True))
     shares = []
     for step in range(NUM_DRAFT_TOKENS):
@@ -350,10 +341,7 @@ def summary(texts: Seq[Right]) -> dict[str, Any]:
 
 
 def count_chains(right: Seq[Seq[bool]]) -> tuple[int, int]:
-    """The numbers of drafted and accepted tokens of speculative decoding along a text.
-
-    Tokens after a rejected one count as drafted; none is drafted past the text's end.
-    """
+    """Drafted tokens (those after a rejected one count) and accepted ones of speculative decoding along a text."""
     drafted = accepted = at = 0
     while at < len(right[0]):
         size = min(len(right), len(right[0]) - at)

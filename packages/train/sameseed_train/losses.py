@@ -14,10 +14,7 @@ Part = Callable[[slice, Tensor], tuple[Tensor, Tensor]]  # rows of a chunk, logi
 
 
 class _Fused(torch.autograd.Function):
-    """The sum of a loss of the logits `hidden @ weight.T`, divided by `count`.
-
-    `part` computes loss and gradient of a chunk; its gradients must already be divided by `count`.
-    """
+    """Sum of a loss of the logits `hidden @ weight.T` over `count`; `part`: of a chunk, with gradients over `count`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, part: Part, count: Tensor | float) -> Tensor:

@@ -191,10 +191,7 @@ class LlamaForTraining(nn.Module):
         self.read_rows = torch.compile(read_rows, dynamic=False)
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-        """Token ids `[B, S]` to normed hidden states `[B, S, C]`.
-
-        With positions `[B, S]` and a mask, seen bool `[B, S, S]`, other than those of ordinary rows.
-        """
+        """Token ids `[B, S]` to normed hidden states `[B, S, C]`; `positions` `[B, S]`, `seen` bool `[B, S, S]`."""
         places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
         cos, sin = rope_table(places, self.shape.head_dim, self.shape.rope_theta)
         x = self.model.embed_tokens(ids)

@@ -60,10 +60,7 @@ def run(
 
 
 def run_stages(recipe: Recipe, config: Path, data: Path, out: Path, device: str, quiet: bool) -> dict[str, Any]:
-    """Run all stages, from their checkpoints where there are some; returns the measurements.
-
-    Nothing is written before all data was read once. The recipe's file `config` is copied to `out`.
-    """
+    """Run all stages from their checkpoints; returns the measurements. All data is read before anything is written."""
     log = Log(out / "log.jsonl")
     documents = corpus.held_out_documents(recipe, data)
     tokenizer = tokenizer_stage(recipe, data, out)

@@ -182,10 +182,7 @@ def recipe_seeds(
 
 
 def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> Iterator[Seed]:
-    """Seeds from JSON lines with `prompt`, `messages` or `text` (a given text, trained on as it is), in seeded order.
-
-    Prompts are repeated without end, then all sampled; given texts are not. Raises ConfigError naming the line.
-    """
+    """Endless seeds from JSON lines in seeded order; texts come once, prompts again, sampled. Raises ConfigError."""
     lines = [(line.kind, _fitting(line, tokenizer, settings)) for line in read_lines(path, *KINDS)]
     if not lines:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
@@ -227,10 +224,7 @@ def recipe_held_out(
 
 
 def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
-    """Prompts to measure acceptance on, with domains: JSON lines with `prompt` or `messages`, optionally `domain`.
-
-    A prompt and `new_tokens` must fit into `context`. Raises ConfigError naming the line.
-    """
+    """Prompts (of at most `context - new_tokens`) to measure acceptance on, with domains. Raises ConfigError."""
     found = []
     for line in read_lines(path, "messages", "prompt"):
         ids = line.encode(tokenizer)

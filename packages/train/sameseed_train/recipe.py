@@ -80,10 +80,7 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class TextSettings(Checked):
-    """The texts that the target generates: their number, their length, and the greedy share.
-
-    `corpus_share`: share of texts that are given documents rather than written by the target.
-    """
+    """The texts that the target generates; `corpus_share` of them are given documents instead."""
 
     num_texts: int = within(4000, 1)
     prompt_tokens: int = within(200, 1)
@@ -243,10 +240,7 @@ class LossSettings(Checked):
 
 @dataclass(frozen=True)
 class HeadTraining(TrainSettings):
-    """Length and schedule of a head's training, also where a recipe names only some of them.
-
-    Learning rates are small enough not to destroy at once the layer that is copied from the target.
-    """
+    """A head's training. Its rates are small enough to keep the layer that is copied from the target."""
 
     steps: int = within(600, 1)
     rows: int = within(24, 1)

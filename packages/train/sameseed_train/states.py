@@ -36,10 +36,7 @@ LEAST_FREE = 2e9  # bytes of the disk that the cache of states leaves to others
 
 @dataclass(frozen=True)
 class Seed:
-    """The beginning of a text: the target generates `num_new` tokens after `ids`, at `temperature` (0: greedy).
-
-    With `num_new` 0 the text is `ids` itself, and all of its tokens are trained on.
-    """
+    """A text's beginning: the target adds `num_new` tokens at `temperature`; with 0, the text is `ids` itself."""
 
     ids: tuple[int, ...]
     num_new: int
@@ -48,10 +45,7 @@ class Seed:
 
 @dataclass(frozen=True)
 class TextStates:
-    """ids int32 [T], the first `num_given` not written by the target; states [T - 1, L * C] of all but the last token.
-
-    With `num_given` 0 all tokens are trained on.
-    """
+    """ids int32 [T], `num_given` of them not written by the target; states [T - 1, L * C] of all but the last token."""
 
     ids: Tensor
     num_given: int

@@ -93,10 +93,7 @@ def deferred_interrupts() -> Iterator[list[int]]:
 
 
 def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log: Log) -> tuple[dict[str, Any], float]:
-    """Forward, backward, clip, update, and log; returns the new progress and the speed in tokens per second.
-
-    Raises SameseedError if the loss or its gradient is NaN or infinite.
-    """
+    """Forward, backward, clip, update, log; returns progress and tokens/s. Raises SameseedError for NaN, infinity."""
     started, step, rate = time.monotonic(), progress["step"], schedule(progress["step"], job.settings)
     batch = job.batch(step)
     parts = batch if isinstance(batch, list) else [batch]

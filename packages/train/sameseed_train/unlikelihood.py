@@ -32,10 +32,7 @@ def repeated(tokens: list[int], ngram: int) -> list[bool]:
 
 
 def unlikelihood(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean of -log(1 - p) over targets [R], where p = softmax(logits [R, V])[target]; 0 without targets.
-
-    Without the straight line below LEAST_REST a token that the model is sure of would outweigh all others.
-    """
+    """Mean of -log(1 - p), p = softmax(logits [R, V])[targets [R]]; 0 without targets."""
     rest = 1 - torch.softmax(logits, dim=-1).gather(1, targets[:, None])
     beyond = (LEAST_REST - rest).clamp(min=0) / LEAST_REST
     return (beyond - rest.clamp(min=LEAST_REST).log()).sum() / max(1, len(targets))

@@ -75,10 +75,7 @@ class ServedText:
 
 @dataclass
 class RequestBudget:
-    """Bounds on requests and seconds; retries count as requests.
-
-    `ended`: why nothing more is sent, or "". `died`: the server is gone.
-    """
+    """Bounds on requests (retries too) and seconds. `ended`: why nothing more is sent; `died`: the server is gone."""
 
     requests: int
     seconds: float
@@ -122,10 +119,7 @@ class ServerQuestion:
 
 
 def open_client(url: str, key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
-    """An HTTP client with `concurrency` connections. The environment's proxies are for servers that are not near.
-
-    Raises VerifyError for proxies and certificates of the environment that cannot be used.
-    """
+    """An HTTP client; proxies of the environment are for servers that are not near. Raises VerifyError."""
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     transport = None  # httpx's own, with the environment's proxies and certificates
     try:
@@ -151,11 +145,7 @@ def is_near(url: str) -> bool:
 
 
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
-    """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
-
-    Some servers list their models otherwise, or to some keys only; that is an error if no model is named. Raises
-    VerifyError, also if there is no such server.
-    """
+    """The server's description of the named or first model; empty if that is not listed. Raises VerifyError."""
     try:
         response = await client.get(f"{endpoint.url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -126,10 +126,7 @@ def _around(answer: ServedText, at: int) -> str:
 
 @dataclass
 class Inquiry:
-    """State shared by all promises. `alone`: greedy answer to each prompt, requested one at a time.
-
-    `scored`: the greedy answers with log-probabilities. `earlier`: the report of an earlier run.
-    """
+    """Shared by all promises. `alone`: greedy answers, one at a time; `scored`: with log-probabilities."""
 
     asker: Asker
     args: VerifyServerArgs

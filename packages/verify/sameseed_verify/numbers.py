@@ -56,10 +56,7 @@ async def logprobs(inquiry: Inquiry, evidence: Evidence) -> None:
 
 
 def spelled(evidence: Evidence, where: str, answer: ServedText) -> None:
-    """Check that the tokens' texts join to the answer's text. A final stop token and outer whitespace are ignored.
-
-    Not checked where marks of thoughts, or parts of characters, are among the tokens.
-    """
+    """Check that the tokens' texts join to the answer's; stop tokens, outer space, half characters do not count."""
     pieces = [token.token for token in answer.scored]
     if answer.has_thoughts or any(mark in piece for piece in pieces for mark in UNREADABLE):
         return
@@ -91,10 +88,7 @@ def likeliest(evidence: Evidence, where: str, at: int, token: ScoredToken) -> No
 
 
 async def _ask_at(inquiry: Inquiry, evidence: Evidence) -> None:
-    """Check tokens reported without alternatives: requested alone after the same text, their log-probability agrees.
-
-    llama-server, for example, reports 0 for tokens that came from a draft.
-    """
+    """Check tokens without alternatives (llama-server reports 0 for drafted ones): asked alone, their values agree."""
     bare = [(i, at) for i, a in enumerate(inquiry.scored) for at, t in enumerate(a.scored) if at and len(t.top) < 2]
     if not bare:
         return
@@ -137,7 +131,7 @@ class NearTie(NamedTuple):
     """A small log-probability gap between the two likeliest tokens, after `at` tokens of the answer to one prompt."""
 
     gap: float
-    index: int
+    prompt: int
     at: int
 
 
@@ -150,19 +144,19 @@ def near_ties(inquiry: Inquiry) -> list[NearTie]:
             found += [NearTie(best - others[0], i, at)] if others else []
     found.sort()
     if inquiry.chat:
-        found = sorted({tie.index: tie for tie in reversed(found)}.values())
+        found = sorted({tie.prompt: tie for tie in reversed(found)}.values())
     return found[:MOST_TIES]
 
 
 def at_tie(inquiry: Inquiry, tie: NearTie) -> ServerQuestion:
     """A question whose first token is at the near tie. For chat: the whole prompt, whose answer passes the near tie."""
     if inquiry.chat:
-        return inquiry.question(tie.index)
-    answer = inquiry.scored[tie.index]
+        return inquiry.question(tie.prompt)
+    answer = inquiry.scored[tie.prompt]
     if answer.prompt_token_ids and answer.token_ids:
         return ServerQuestion({"prompt": [*answer.prompt_token_ids, *answer.token_ids[: tie.at]]}, AFTER)
     written = "".join(token.token for token in answer.scored[: tie.at])
-    return ServerQuestion({"prompt": inquiry.prompts[tie.index].said + written}, AFTER)
+    return ServerQuestion({"prompt": inquiry.prompts[tie.prompt].said + written}, AFTER)
 
 
 async def sharpened(inquiry: Inquiry, question: ServerQuestion) -> ServerQuestion | None:
@@ -190,7 +184,7 @@ async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
     for _, tie, question in asked[:MOST_BIASED]:
         if (biased := await sharpened(inquiry, question)) is not None:
             asked.append(("made equal by a bias", tie, biased))
-    wheres = [f"{inquiry.prompts[tie.index].id}, token {tie.at}, {how}" for how, tie, _ in asked]
+    wheres = [f"{inquiry.prompts[tie.prompt].id}, token {tie.at}, {how}" for how, tie, _ in asked]
     questions = [question for *_, question in asked]
     alone = [await inquiry.asker.ask(q) for q in questions]
     for where, question, first in zip(wheres, questions, alone, strict=True):

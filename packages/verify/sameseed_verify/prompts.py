@@ -33,10 +33,7 @@ def as_prompt(text: str, chat: bool) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts from a file. Raises VerifyError.
-
-    A .jsonl file has {"prompt"} or {"messages"} per line, with an optional "id"; another has one prompt per line.
-    """
+    """Prompts of a .jsonl file ({"prompt"} or {"messages"}, optional "id"), or one per line. Raises VerifyError."""
     try:
         every = enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1)
     except (OSError, UnicodeDecodeError) as error:

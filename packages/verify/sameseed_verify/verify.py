@@ -68,10 +68,7 @@ def check(args: VerifyServerArgs) -> None:
 
 
 def endpoint_of(args: VerifyServerArgs) -> Endpoint:
-    """The server's endpoint. Its URL may be that of a route, or hold the API's version; else /v1 is added.
-
-    Raises VerifyError.
-    """
+    """The server's endpoint: its URL, or that of a route or API version, else with /v1 added. Raises VerifyError."""
     url = args.url.partition("?")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or len(url) < len("http://x"):
         raise VerifyError(f"give a server's address, e.g. http://127.0.0.1:8000, got {args.url!r}")
@@ -114,10 +111,7 @@ async def verify(
 
 
 async def meet(client: httpx.AsyncClient, args: VerifyServerArgs) -> tuple[Asker, Mapping[str, Any]]:
-    """Find out what the server accepts: the model's name, completions or chat, fields beyond OpenAI's.
-
-    Returns an Asker, and what the server says of its model. Raises VerifyError.
-    """
+    """Find out what the server accepts: completions or chat, further fields; and its model. Raises VerifyError."""
     endpoint = endpoint_of(args)
     about = await introduce(client, endpoint)
     endpoint = replace(endpoint, model=endpoint.model or str(about.get("id", "")))

@@ -68,10 +68,7 @@ class VllmClient(Supervised):
 
     @contextlib.asynccontextmanager
     async def post(self, request: Answering, path: str, body: bytes) -> AsyncIterator[Response]:
-        """Send a request; yields the answer, which the caller reads. Leaving early ends it, and so does vLLM's end.
-
-        Raises ApiError 503 if vLLM is not ready, or if the connection breaks.
-        """
+        """Send a request; yields the answer. Leaving early ends it, and so does vLLM's end: ApiError 503."""
         self.check_ready()
         assert self.link is not None
         self._open.add(request)

@@ -166,10 +166,7 @@ def _marked(text: str, marks: Mapping[str, str]) -> str | None:
 
 
 def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's own options as vLLM's keys. Past texts are off by default: vLLM has one store for all tenants.
-
-    Raises ConfigError.
-    """
+    """A drafter's own options as vLLM's keys; past texts, which all tenants share, are off. Raises ConfigError."""
     drafter = "ngram" if method == "ngram_gpu" else method
     known = OPTIONS.get(drafter, {})
     if unknown := [name for name in options if name not in known and name not in KEYS]:

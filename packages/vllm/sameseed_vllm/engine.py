@@ -22,10 +22,7 @@ log = logging.getLogger("sameseed.server")
 
 
 def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
-    """Serve with vLLM, with the same flags translated, until told to stop; returns the exit code.
-
-    Raises ConfigError, ModelLoadError for what vLLM cannot do.
-    """
+    """Serve with vLLM until told to stop; returns the exit code. Raises ConfigError, ModelLoadError."""
     spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
     spec = vllm.speculative_config(engine.settings, spread)
 

@@ -44,10 +44,7 @@ class Exported:
 
 
 def export(tuned: Tuned, engine: str) -> Exported:
-    """Export the profile for "vllm", "sglang" or "llama.cpp".
-
-    Raises ConfigError for another engine, and ModelLoadError.
-    """
+    """Export the profile for "vllm", "sglang" or "llama.cpp". Raises ConfigError, ModelLoadError."""
     if engine not in ENGINES:
         raise ConfigError(f"no export to {engine!r}; there are {', '.join(ENGINES)}")
     made = ENGINES[engine](tuned)

@@ -186,11 +186,7 @@ def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant:
 
 
 def greedy_only(installed: Installed, spec: Mapping[str, Any] | None) -> bool:
-    """Whether sampled requests must be refused: on CPUs vLLM loses their temperature if there is a draft.
-
-    vLLM divides by uninitialized memory (vllm-project/vllm#55005, seen in 0.32.0). Greedy requests in the same pass
-    come out wrong too.
-    """
+    """Whether sampled requests must be refused: vLLM's CPU build loses their temperature beside a draft (#55005)."""
     return installed.cpu and spec is not None
 
 
@@ -236,10 +232,7 @@ def _any_group(scheme: str) -> str:
 
 
 def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
-    """Flags for the formats of weights and KV cache. vLLM does not quantize weights while it loads them.
-
-    Raises ConfigError.
-    """
+    """Flags for the formats of weights (vLLM does not quantize while loading) and KV cache. Raises ConfigError."""
     asked, kv = settings.get("format", "auto"), settings.get("kv_format", "auto")
     made: list[str] = []
     config = Path(folder) / "config.json"
@@ -261,10 +254,7 @@ def _format(folder: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _limits(settings: Mapping[str, Any]) -> list[str]:
-    """Flags for limits. A limit at sameseed's default is left to vLLM's default, except max_num_seqs.
-
-    Raises ConfigError for settings that vLLM lacks.
-    """
+    """Flags for limits; those at our defaults are left to vLLM's, except max_num_seqs. Raises ConfigError."""
     own, cache = EngineConfig(), CacheConfig()
     for name, remedy in LACKED.items():
         default = getattr(own, name)

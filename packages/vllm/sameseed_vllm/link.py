@@ -48,10 +48,7 @@ class Link:
 
     @asynccontextmanager
     async def post(self, path: str, body: bytes) -> AsyncIterator[Response]:
-        """POST a body; yields the answer, which the caller reads. Leaving early closes the connection, so vLLM stops.
-
-        Raises ApiError 503 if vLLM cannot be reached, or if the connection breaks later.
-        """
+        """POST a body; yields the answer. Leaving early closes the connection, so vLLM stops. Raises ApiError 503."""
         headers = {"content-type": "application/json"}
         try:
             async with self._client.post(path, data=body, headers=headers, allow_redirects=False) as response:

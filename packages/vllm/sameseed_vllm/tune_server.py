@@ -61,10 +61,7 @@ class Look:
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One length at one batch size: tokens and milliseconds of a round, and the speed-up over plain decoding.
-
-    `measured`: was the length run, or is the row computed?
-    """
+    """Tokens, milliseconds and speed-up of a length's rounds at a batch size. `measured`: was it run, or computed?"""
 
     batch: int
     k: int
@@ -146,10 +143,7 @@ async def _loaded(client: Any, server: Endpoint, asked: ServerTuneRequest, batch
 
 
 def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCosts:
-    """Earlier costs with these looks; of equal batch and length the new one counts.
-
-    Raises ConfigError for another draft.
-    """
+    """Earlier costs with these looks, the new ones instead of equal ones. Raises ConfigError for another draft."""
     known = {} if before is None else {(p.batch, p.rows): p for p in before.passes}
     known |= {(x.batch, rows): EnginePass(x.batch, rows, x.round_ms) for x in looks for rows in [x.batch * (1 + x.k)]}
     drafted = [x for x in looks if x.k]
@@ -203,10 +197,7 @@ def next_run(costs: EngineCosts) -> str | None:
 
 
 def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
-    """The profile that `export vllm` reads, with lengths by batch size.
-
-    Raises ConfigError where none can be compared yet.
-    """
+    """The profile that `export vllm` reads, with lengths by batch size. Raises ConfigError if none is known."""
     best = best_of(rows_of(costs))
     if not best:
         raise ConfigError(f"no length can be compared yet: restart vLLM {next_run(costs)} and run this again")

@@ -153,10 +153,7 @@ class BenchCell:
 
 
 def _costs(mine: Run, plain: Run) -> tuple[float, float]:
-    """Costs of verifying and of drafting in a mean round, each divided by a plain decode step of the same turns.
-
-    The prefill is left out of the target's time.
-    """
+    """Costs of verifying and drafting in a mean round over a plain step of the same turns, prefill left out."""
     steps, one = mine.counts.num_steps, max(1e-9, plain.times.target - plain.prefill) / plain.counts.num_steps
     return max(0.0, mine.times.target - mine.prefill) / steps / one, mine.times.draft / steps / one
 

@@ -76,10 +76,7 @@ def plan(name: str, setup: StudySetup, only: Seq[str] = ()) -> list[Planned]:
 
 
 def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str], None]) -> list[Planned]:
-    """Measure the cells that are neither done nor impossible. A cell's records are appended together when it ends.
-
-    Returns the cells, with the errors of those that failed; a failed cell does not stop the others.
-    """
+    """Measure the cells that are neither done nor impossible; returns them, those that failed with their errors."""
     file = setup.out / f"{name}.jsonl"
     record.prepare(file)
     if setup.threads is not None:
@@ -106,11 +103,7 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
 
 
 def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> tuple[list[Path], bool]:
-    """Write the plots and the HTML page from the records of these cells.
-
-    Returns the files' paths, and whether speculation generated the texts of plain decoding in all records. Raises
-    ConfigError if there are no records.
-    """
+    """Write plots and page; returns the files, and whether all texts are plain decoding's. Raises ConfigError."""
     study, wanted = load(name), {p.digest for p in planned}
     found = [r for r in _read(name, setup) if r.get("digest") in wanted]
     if not found:

@@ -73,10 +73,7 @@ class TwinLayout:
 
 
 def make_layout(small: ModelConfig, shape: ModelConfig, raw: Mapping[str, Any], name: str = "the shape") -> TwinLayout:
-    """Place a model with config `small` (config.json: `raw`) in the dimensions of `shape`, called `name`.
-
-    Raises ConfigError naming the dimension that is too small, or the feature that a Llama of that shape lacks.
-    """
+    """Place a model with config `small` (config.json: `raw`) in `shape`, called `name`. Raises ConfigError."""
     heads, kv_heads = _place_heads(small, shape, name)
     ratio = shape.head_dim / small.head_dim
     query_scale = 2.0 ** math.floor(math.log2(ratio) / 2)
@@ -159,10 +156,7 @@ def _place_heads(
 
 
 def _place(small: ModelConfig, shape: ModelConfig, count: int, name: str) -> tuple[tuple[int, ...], int]:
-    """First dimension of each copy of the residual stream, and the constant's dimension.
-
-    Copies are aligned to ALIGN, or packed if the aligned ones do not fit. Raises ConfigError if neither fits.
-    """
+    """First dimension of each copy of the stream, aligned or packed, and the constant's. Raises ConfigError."""
     constants = int(shape.vocab_size > small.vocab_size)
     for unit in (ALIGN, 1):
         size = -(-small.hidden_size // unit) * unit
@@ -181,10 +175,7 @@ def _place(small: ModelConfig, shape: ModelConfig, count: int, name: str) -> tup
 
 
 def _rotary(small: ModelConfig, head_dim: int) -> tuple[float, tuple[int, ...]]:
-    """rope_theta, and the big head's dimension for each dimension of the small head. Pairs are (i, i + D / 2).
-
-    Raises ConfigError if rope_theta would be too large.
-    """
+    """rope_theta, and the big head's dimension for each small one. Pairs are (i, i + D / 2). Raises ConfigError."""
     half, theta = small.head_dim // 2, small.rope.theta
     if head_dim % small.head_dim == 0:
         step = head_dim // small.head_dim
