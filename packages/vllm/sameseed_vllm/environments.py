@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -50,45 +50,33 @@ def look(python: str | None) -> Installed:
     return Installed(told["version"], told["cpu"], frozenset(told["flags"]), frozenset(told["modules"]))
 
 
-SYSTEM = Path("/sys/devices/system")
+Cpu = tuple[int, int, int]  # its NUMA node, its physical core, its number
 
 
-def cores_of_workers(workers: int, allowed: set[int] | None = None, system: Path = SYSTEM) -> str | None:
+def topology() -> list[Cpu]:
+    """All CPUs in the order of their nodes and cores, by `lscpu`, which vLLM itself asks; none without it."""
+    command = ["lscpu", "-p=NODE,CORE,CPU"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[int(value or 0) for value in line.split(",")] for line in lines if line and line[0] != "#"]
+    return sorted((node, core, cpu) for node, core, cpu in rows)
+
+
+def cores_of_workers(workers: int, allowed: set[int] | None = None, cpus: Seq[Cpu] | None = None) -> str | None:
     """The value of VLLM_CPU_OMP_THREADS_BIND, e.g. "0,1|2,3"; None if vLLM binds the workers well by itself.
 
     `allowed`: CPUs that may be used, by default those of this process. With fewer CPUs than workers, some share one.
     """
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
-    nodes = _nodes(allowed, system)
-    if workers <= max(1, len(set(nodes.values()))):
+    known = [cpu for cpu in (topology() if cpus is None else cpus) if cpu[2] in allowed]
+    if not known or workers <= len({node for node, *_ in known}):
         return None
-
-    def order(cpu: int) -> tuple[int, int]:  # CPUs of one NUMA node stay together
-        return nodes.get(cpu, -1), cpu
-
-    cpus = sorted(_one_a_core(allowed, system).values(), key=order)
-    cpus = cpus if len(cpus) >= workers else sorted(allowed, key=order)
-    shares = [cpus[len(cpus) * i // workers : len(cpus) * (i + 1) // workers] for i in range(workers)]
-    return "|".join(",".join(map(str, share or [cpus[i % len(cpus)]])) for i, share in enumerate(shares))
-
-
-def _nodes(allowed: set[int], system: Path) -> dict[int, int]:
-    """The NUMA node of each CPU that may be used, if the system reports it."""
-    found = system.glob("node/node[0-9]*/cpu[0-9]*")
-    return {cpu: int(path.parent.name[4:]) for path in found if (cpu := int(path.name[3:])) in allowed}
-
-
-def _one_a_core(allowed: set[int], system: Path) -> dict[tuple[str, str], int]:
-    """One CPU of each physical core: a second hyper-thread gains nothing if both compute."""
-    found = {}
-    for cpu in sorted(allowed):
-        topology = system / f"cpu/cpu{cpu}/topology"
-        try:
-            core = (topology / "physical_package_id").read_text(), (topology / "core_id").read_text()
-        except OSError:  # not reported: a core of its own
-            core = ("", str(cpu))
-        found[core] = cpu
-    return found
+    one_a_core = {core: cpu for _, core, cpu in known}  # a second hyper-thread gains nothing if both compute
+    every = list(one_a_core.values()) if len(one_a_core) >= workers else [cpu for *_, cpu in known]
+    shares = [every[len(every) * i // workers : len(every) * (i + 1) // workers] for i in range(workers)]
+    return "|".join(",".join(map(str, share or [every[i % len(every)]])) for i, share in enumerate(shares))
 
 
 def environment(

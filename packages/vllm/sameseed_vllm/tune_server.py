@@ -20,7 +20,7 @@ from sameseed.cost.round import PAYS, RoundCost
 from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
-from sameseed.plan.engines import EngineCosts, EnginePass, read_costs
+from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import state_of
@@ -89,14 +89,8 @@ def look_of(counted: Counted, batch: int) -> Look:
     return replace(found, k=round(state.k), survival=tuple(state.drafted * s for s in state.survival))
 
 
-def measure(
-    asked: ServerTuneRequest, tell: Callable[[str, int, int], None] = lambda stage, done, total: None
-) -> list[Look]:
+async def measure(asked: ServerTuneRequest, tell: Callable[[str, int, int], None]) -> list[Look]:
     """Send load at each batch size, and read the counters meanwhile. Raises ConfigError that says what to do."""
-    return asyncio.run(_measure(asked, tell))
-
-
-async def _measure(asked: ServerTuneRequest, tell: Callable[[str, int, int], None]) -> list[Look]:
     server = Endpoint("server", base_url(asked.url))
     found = []
     async with open_client(asked.key, max(asked.batches), TIMEOUT) as client:
@@ -219,11 +213,6 @@ def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
         date=record.now(),
         commit=record.commit(),
     )
-
-
-def read_before(path: Path) -> EngineCosts | None:
-    """Costs of earlier runs; None where there is no file yet. Raises ConfigError for another engine's."""
-    return read_costs(path, "vllm") if path.exists() else None
 
 
 def write_costs(costs: EngineCosts, path: Path) -> None:

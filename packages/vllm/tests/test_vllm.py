@@ -275,29 +275,18 @@ def test_a_folder_that_names_a_mask_token_drafts_in_parallel(tmp_path: Path) -> 
     assert off["parallel_drafting"] is False
 
 
-def system(folder: Path, nodes: list[list[int]], threads: int = 1) -> Path:
-    """A stand-in for a machine's /sys/devices/system: CPUs of each node, `threads` per core."""
-    for n, cpus in enumerate(nodes):
-        for cpu in cpus:
-            (folder / f"node/node{n}/cpu{cpu}").mkdir(parents=True)
-            topology = folder / f"cpu/cpu{cpu}/topology"
-            topology.mkdir(parents=True)
-            (topology / "physical_package_id").write_text(str(n))
-            (topology / "core_id").write_text(str(cpu % (len(cpus) // threads)))
-    return folder
-
-
-def test_workers_get_cores_of_their_own(tmp_path: Path) -> None:
-    one = system(tmp_path / "one", [[0, 1, 2, 3, 4]])
-    assert cores_of_workers(1, {0, 1}, one) is None
+def test_workers_get_cores_of_their_own() -> None:
+    one = [(0, cpu, cpu) for cpu in range(5)]
+    assert cores_of_workers(1, {0, 1}, one) is None and cores_of_workers(2, {0, 1}, []) is None
     assert cores_of_workers(2, {0, 1}, one) == "0|1"
     assert cores_of_workers(2, set(range(5)), one) == "0,1|2,3,4"
     assert cores_of_workers(3, {2}, one) == "2|2|2"
-    two = system(tmp_path / "two", [[0, 1], [2, 3]])
+    two = [(0, 0, 0), (0, 1, 1), (1, 2, 2), (1, 3, 3)]
     assert cores_of_workers(2, {0, 1, 2, 3}, two) is None  # vLLM gives each worker a node
     assert cores_of_workers(2, {0, 1}, two) == "0|1"
-    hyper = system(tmp_path / "hyper", [[0, 1, 2, 3]], threads=2)
-    assert cores_of_workers(2, {0, 1, 2, 3}, hyper) == "2|3" and cores_of_workers(4, {0, 1, 2, 3}, hyper) == "0|1|2|3"
+    hyper = [(0, 0, 0), (0, 0, 2), (0, 1, 1), (0, 1, 3)]
+    assert cores_of_workers(2, {0, 1, 2, 3}, hyper) == "2|3" and cores_of_workers(4, {0, 1, 2, 3}, hyper) == "0|2|1|3"
+    assert all(len(cpu) == 3 for cpu in environments.topology())
 
 
 def test_the_environment_binds_workers(monkeypatch: pytest.MonkeyPatch) -> None:

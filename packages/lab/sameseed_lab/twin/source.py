@@ -176,7 +176,7 @@ class TwinSource(RandomCheckpoint):
         return Image(rows, copies, muted=others.nonzero().squeeze(1), constant=constant)
 
     def _head_rows(self, heads: tuple[int | None, ...], within: Tensor, spare: int, surplus: int) -> Tensor:
-        """Row map of q, k or v. `within` [D]: a small head's rows; `spare`, `surplus`: others of its head, of other heads."""
+        """Row map of q, k or v. `within` [D]: a small head's rows; `spare`: others there; `surplus`: other heads'."""
         dim, small = self.layout.config.head_dim, self.layout.small.head_dim
         rows = torch.full((len(heads), dim), surplus)
         for i, head in enumerate(heads):

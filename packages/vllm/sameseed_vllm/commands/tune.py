@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 def tune(args: TuneArgs) -> int:
     """Measure, add to the costs in `args.cost`, and, once lengths can be compared, write the profile to `args.out`."""
     from sameseed.cli.console import stages
+    from sameseed.plan.engines import read_costs
     from sameseed.plan.profile_file import write
     from sameseed_vllm import tune_server
 
     asked = _request(args)
-    before = tune_server.read_before(args.cost)
+    before = read_costs(args.cost, "vllm") if args.cost.exists() else None
     with stages(f"tuning {asked.url}", args.json) as tell:
-        looks = tune_server.measure(asked, tell)
+        looks = asyncio.run(tune_server.measure(asked, tell))
     costs = tune_server.added(before, looks, asked.draft)
     tune_server.write_costs(costs, args.cost)
     rows, todo = tune_server.rows_of(costs), tune_server.next_run(costs)
