@@ -50,7 +50,7 @@ COLUMNS = {  # of the table by families: the promises of `verify-server` that a 
 
 
 def families() -> str:
-    """Table with one row per server, model and draft, one column per kind of promise; servers without a draft summed."""
+    """Table: a row per server, model and draft, a column per kind of promise; servers without a draft are summed."""
     rows, alone = [], Counter[str]()
     for record in lines("promises_families"):
         asked, told, cells = {p["id"]: p for p in record["promises"]}, record["started"], []

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fixtures_server import program, visiting
+from fixtures_server import program, until, visiting
 
 from sameseed.errors import ConfigError
 from sameseed.server.config import Keys, ServerConfig
@@ -80,15 +80,9 @@ async def test_vllms_own_routes_are_not_there() -> None:
     "body",
     [
         *({name: "x"} for name in REFUSED),
-        {"n": 17},
-        {"n": 0},
-        {"n": 1.5},
-        {"n": True},
-        {"best_of": 99},
-        {"logprobs": 21},
+        *({"n": value} for value in (17, 0, 1.5, True)),
+        *({name: 21} for name in ("best_of", "logprobs", "top_logprobs", "prompt_logprobs")),
         {"logprobs": -1},
-        {"top_logprobs": 21},
-        {"prompt_logprobs": 99},
         {"stop": ["a"] * 65},
         {"chat_template_kwargs": {"chat_template": "x"}},
         {"chat_template_kwargs": {"x": ["y"]}},
@@ -184,6 +178,27 @@ async def test_one_that_never_gets_ready_is_a_dead_one(tmp_path: Path) -> None:
     with pytest.raises(ApiError):
         await asyncio.wait_for(client.wait_ready(), 10)
     assert client.state == "failed" and len(failures) == 1
+    await client.close()
+
+
+async def test_a_vllm_that_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that reports no facts still serves; then it dies, and it cannot be started again."""
+    said: list[str] = []
+    python = program(tmp_path / "python", "exec sleep 60")
+
+    async def page(link: Link, path: str, patience: float = 0.0) -> tuple[int, bytes]:
+        return 200, b'{"data": null}'
+
+    monkeypatch.setattr(Link, "get", page)
+    monkeypatch.setattr(vllm, "LOADING", 0.0)
+    client = VllmClient([], {}, python=str(python), max_restarts=2, first_delay=0.01)
+    client.on_failure = said.append
+    client.start()
+    await asyncio.wait_for(client.wait_ready(), 20)
+    python.unlink()
+    os.kill(client.pid or 0, 9)
+    await until(lambda: said)
+    assert said[0] == "vLLM could not be started: No such file or directory"
     await client.close()
 
 

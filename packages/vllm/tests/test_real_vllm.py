@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ from fixtures_vllm import real_pythons, stream
 
 from sameseed import LLM, SamplingParams
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
-from sameseed_vllm.draft import model_path
 from sameseed_vllm.environments import look
 
 pytestmark = [
@@ -29,7 +26,6 @@ pytestmark = [
 ]
 
 
-NODE = Path(__file__).with_name("vllm_node.py")
 START = 1800.0  # seconds: vLLM imports a lot, in three processes
 
 
@@ -121,26 +117,3 @@ def test_a_draft_is_worth_there_what_it_is_worth_here(
     assert accepted > 0
     if llm.config.spec.model:
         assert theirs / ours == pytest.approx(1.0, abs=0.05)  # a near-tie may change an output
-
-
-def test_two_nodes_without_ray() -> None:
-    """Two processes with one core each, on loopback: one behind our server, the other with its workers beside it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    model = model_path("embedded")
-    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--tensor-parallel-size", "2"]
-    own = ["--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4", "--node-rank", "1"]
-    env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0)))}
-    command = [real_pythons()[0], str(NODE), model, *own, *nodes]
-    other = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
-    try:
-        flags = shlex.join(["--enforce-eager", "--node-rank", "0", *nodes])
-        env["VLLM_CPU_OMP_THREADS_BIND"] = str(min(os.sched_getaffinity(0)))
-        with real("--draft", "none", f"--vllm-args={flags}", env=env) as (_, http):
-            answer = http.post("/v1/completions", json={"prompt": "def add(a, b):", **GREEDY}).json()
-            assert answer["usage"]["completion_tokens"] == GREEDY["max_tokens"]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(other.pid, signal.SIGKILL)
-        other.wait()

@@ -112,15 +112,6 @@ def test_sigterm_lets_streams_finish_and_tells_the_rest(fronted: Fronted) -> Non
     assert fronted.process.wait(60) == 0
 
 
-def test_a_first_start_that_fails_ends_the_server(tmp_path: Path) -> None:
-    look = f'case "$1" in *look.py) exec {sys.executable} {FAKE} "$@";; esac'
-    python = program(tmp_path / "python", f"{look}; echo no model >&2; exit 3")
-    made = Server("--engine", "vllm", "--vllm-python", str(python))
-    assert made.process.wait(60) == 2
-    said = " ".join(str(line["message"]) for line in made.log)
-    assert "no model" in said and "vLLM ended with code 3" in said
-
-
 FLAGS = ["--served-model-name", "--max-num-seqs", "--enforce-eager"]
 
 
@@ -158,17 +149,25 @@ def test_a_port_that_is_taken_is_said_before_vllm_starts(tmp_path: Path) -> None
     assert not (tmp_path / "seen").exists()
 
 
-def test_a_replica_that_is_not_vllm_ends_the_server(tmp_path: Path) -> None:
-    """A process that answers every request with 404 is never healthy."""
+OTHER = """import sys, uvicorn
+from starlette.applications import Starlette
+uvicorn.run(Starlette(), uds=sys.argv[sys.argv.index('--uds') + 1], log_config=None)
+"""  # answers every request with 404, and so is never healthy
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ("echo no model >&2; exit 3", ("no model", "vLLM ended with code 3")),
+        ('exec {python} {other} "$@"', ("was not ready within 3 s", "/health with 404")),
+    ],
+)
+def test_a_first_start_that_fails_ends_the_server(runs: str, says: tuple[str, str], tmp_path: Path) -> None:
     other = tmp_path / "other.py"
-    other.write_text(
-        "import sys, uvicorn\n"
-        "from starlette.applications import Starlette\n"
-        "uvicorn.run(Starlette(), uds=sys.argv[sys.argv.index('--uds') + 1], log_config=None)\n"
-    )
+    other.write_text(OTHER)
     look = f'case "$1" in *look.py) exec {sys.executable} {FAKE} "$@";; esac'
-    python = program(tmp_path / "python", f'{look}; exec {sys.executable} {other} "$@"')
+    python = program(tmp_path / "python", f"{look}; {runs.format(python=sys.executable, other=other)}")
     made = Server("--engine", "vllm", "--vllm-python", str(python), "--draft", "none", "--load-timeout", "3")
     assert made.process.wait(60) == 2
     said = " ".join(str(line["message"]) for line in made.log)
-    assert "was not ready within 3 s" in said and "/health with 404" in said
+    assert all(words in said for words in says)

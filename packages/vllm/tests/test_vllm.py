@@ -207,13 +207,16 @@ def test_models(tmp_path: Path) -> None:
             vllm.model_path(name)
 
 
+NODES = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1"  # several nodes without Ray
+
+
 def test_own_flags() -> None:
     assert arguments(more="--enforce-eager --gpu-memory-utilization 0.8")[-3:] == [
         "--enforce-eager",
         "--gpu-memory-utilization",
         "0.8",
     ]
-    for more in ("-tp 2 -pp 2 -ep", "-O3", "--config-format hf", "--max-num-partial-prefills 2"):
+    for more in ("-tp 2 -pp 2 -ep", "-O3", "--config-format hf", "--max-num-partial-prefills 2", NODES):
         assert arguments(more=more)[len(HEAD) :] == more.split()
 
 
