@@ -127,32 +127,31 @@ def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.
         ("eagle3", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
         ("eagle3", {"vocab_size": 310}, "vocabulary has 310 tokens"),
         ("eagle3", {"intermediate_size": 200}, "the source needs 200"), ("dspark", {}, "of kind 'block'"),
+        ("eagle", {}, "of kind 'eagle'"),
     ],
 )  # fmt: skip
 def test_what_has_no_twin(kind: str, small: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    if kind == "eagle3":
-        raw = raw_config(kind, changes.pop("vocab_size", MODEL_VOCAB), [1, 2, 3], **changes)
-        write_head(tmp_path / "head", raw, random_head(parse_head_config(raw)))
-    else:
-        raw = raw_block(kind, MODEL_VOCAB, [0, 2], **{"model_type": "llama", **changes})
+    if kind == "dspark":
+        raw = raw_block(kind, MODEL_VOCAB, [0, 2], model_type="llama")
         write_head(tmp_path / "head", raw, random_head(parsed(raw)))
+    else:
+        layers = [[1, 2, 3]] if kind == "eagle3" else []
+        raw = raw_config(kind, changes.pop("vocab_size", MODEL_VOCAB), *layers, **changes)
+        more = () if kind == "eagle3" else (0, "layers.0")
+        write_head(tmp_path / "head", raw, random_head(parse_head_config(raw), *more))
     with pytest.raises((ConfigError, VocabularyError), match=named):
         make_twin(FITTING["two copies"][0], str(tmp_path / "head"), tmp_path / "out", target=str(small / "target"))
     assert not (tmp_path / "out").exists()
 
 
-def test_eagle_1_and_odd_vocabularies(small: Path, tmp_path: Path) -> None:
-    raw = raw_config("eagle", MODEL_VOCAB)
-    write_head(tmp_path / "head", raw, random_head(parse_head_config(raw), 0, "layers.0"))
-    big, same = FITTING["two copies"][0], FITTING["no more tokens"][0]
-    for head, where, tokens, named in (
-        (tmp_path / "head", big, None, "of kind 'eagle'"),
-        (small / "knows", big, 289, "290 to 400 tokens, got 289"),
-        (small / "knows", big, 401, "290 to 400"),
-        (small / "knows", same, 300, "290 to 290"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            make_twin(where, str(head), tmp_path / "out", target=str(small / "target"), num_tokens=tokens)
+@pytest.mark.parametrize(
+    ("fit", "tokens", "named"),
+    [("two copies", 289, "got 289"), ("two copies", 401, "290 to 400"), ("no more tokens", 300, "290 to 290")],
+)  # fmt: skip
+def test_odd_vocabularies(small: Path, tmp_path: Path, fit: str, tokens: int, named: str) -> None:
+    target = str(small / "target")
+    with pytest.raises(ConfigError, match=named):
+        make_twin(FITTING[fit][0], str(small / "knows"), tmp_path / "out", target=target, num_tokens=tokens)
 
 
 def test_a_twin_with_padding_is_not_rotated(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fixtures_models import llama_shape
 from fixtures_quality import write_data
 
-from sameseed import registry
+from sameseed import LLM, registry
 from sameseed.cli import main
 from sameseed.errors import ConfigError
 from sameseed.measure import shapes
@@ -21,8 +22,9 @@ from sameseed.measure.costs import Cost, Profile, StoredModel
 from sameseed.measure.limits import Limits
 from sameseed.report import plot as drawing, record
 from sameseed.report.plot import MOST, Panel, plot_paths
+from sameseed.request import SamplingParams
 from sameseed_lab.studies import _runner, _setup, assisted, concurrency, formats, rivals, serving
-from sameseed_lab.studies._bench import BenchCell
+from sameseed_lab.studies._bench import BenchCell, _shared, price
 from sameseed_lab.studies._load import LoadCell
 from sameseed_lab.studies._setup import SIZES, StudySetup
 from sameseed_lab.studies._study import Report, Study, Tell
@@ -341,3 +343,33 @@ def test_missing_packages_are_named_before_the_first_measurement(
     monkeypatch.setattr(LoadCell, "needs", ("server", "no_such_server"))
     assert main(["study", "serving", *TOY, "--out", str(tmp_path)]) == 2
     assert "no_such_server; install" in capsys.readouterr().err and not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def pair(pair_folders: tuple[Path, Path]) -> LLM:
+    target, draft = map(str, pair_folders)
+    return LLM(target, draft, policy="fixed", num_draft_tokens=3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_drafts_for_itself_loses_nothing(pair: LLM, temperature: float) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    prompt = pair.tokenizer.encode("def add(a")
+    text = pair.generate("def add(a", params)[0].token_ids
+    jobs = [(prompt, text, params)]
+    runner = pair.engine.runner
+    same = price(runner, runner, jobs)
+    assert same["coupled"] == 1.0 and same["min_pq"] == pytest.approx(1.0)
+    other = price(runner, pair.engine.drafter.runner, jobs)  # type: ignore[attr-defined]
+    assert other["positions"] == len(text)
+    if temperature == 0.0:
+        assert other["coupled"] == other["min_pq"], "greedy decoding pays nothing"
+    assert price(runner, runner, []) == {}
+
+
+def test_the_shared_probability() -> None:
+    params = SamplingParams(temperature=1.0)
+    p, q = (np.log(np.array(row, np.float32)) for row in ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]))
+    assert _shared(p, q, params) == pytest.approx(0.7)
+    assert _shared(p, np.append(q, np.float32(-1e9)), params) == pytest.approx(0.7), "a padded vocabulary"
+    assert _shared(p, q, SamplingParams(temperature=0.0)) == 0.0
