@@ -126,7 +126,7 @@ def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.
         ("eagle3", {"head_dim": 4}, "head_dim 4"),
         ("eagle3", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
         ("eagle3", {"vocab_size": 310}, "vocabulary has 310 tokens"),
-        ("eagle3", {"intermediate_size": 200}, "the source needs 200"), ("dspark", {}, "of kind 'block'"),
+        ("eagle3", {"intermediate_size": 200}, "needs 200"), ("dspark", {}, "of kind 'block'"),
         ("eagle", {}, "of kind 'eagle'"),
     ],
 )  # fmt: skip

@@ -138,9 +138,7 @@ def run_own(what: str, argv: Seq[str], prog: str) -> int:
     """Parse, train, say where the result lies; `what` is "head" or "draft"."""
     args = parse(OWN[what], argv, prog).args
     if args.out is None:
-        raise ConfigError(
-            f"--out is missing; e.g. sameseed train {what} --target MODEL --prompts FILE --out runs/{what}"
-        )
+        raise ConfigError(f"--out is missing; e.g. sameseed train {what} --target MODEL --prompts FILE --out DIR")
     from sameseed_train.draft import run_draft
     from sameseed_train.head import run_head
     from sameseed_train.learning import Sources

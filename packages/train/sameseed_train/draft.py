@@ -118,14 +118,9 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
     c = read_config(folder)
     plain = c.architecture == "LlamaForCausalLM" and c.tied_embeddings and c.rope.kind == "default"
     if not plain or c.qkv_bias or c.o_bias or c.mlp_bias:
-        raise ConfigError(
-            f"--begin {recipe.begin}: only a Llama with tied embeddings, plain rope and no biases is trained here; "
-            "leave it out, and a new draft is made"
-        )
+        raise ConfigError(f"--begin {recipe.begin}: no Llama with tied embeddings, plain rope, no biases; leave it out")
     if c.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"--begin {recipe.begin} has {c.vocab_size} tokens, the target {target.vocab_size}; take a draft of its own"
-        )
+        raise ConfigError(f"--begin {recipe.begin} has {c.vocab_size} tokens, not {target.vocab_size}; take another")
     layers = recipe.begin_layers or range(c.num_layers)
     if not all(0 <= j < c.num_layers for j in layers):
         raise ConfigError(f"begin_layers {list(layers)}: --begin {recipe.begin} has layers 0 to {c.num_layers - 1}")

@@ -188,9 +188,7 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
     config = llama_only(read_config(folder), "training")
     longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens
     if longest > config.max_model_len:
-        raise ConfigError(
-            f"prompt_tokens + new_tokens = {longest} exceed the target's context of {config.max_model_len}; lower one"
-        )
+        raise ConfigError(f"prompt_tokens + new_tokens = {longest} exceed the context; lower one")
     return folder, config
 
 
@@ -204,16 +202,10 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
         stream = recipe_seeds(recipe.source, sources.data, tokenizer, recipe.texts, recipe.seed)
     seeds = list(itertools.islice(stream, recipe.texts.num_texts))
     if not seeds:
-        raise ConfigError(
-            "no prompt to learn from: texts must have at least 4 tokens, conversations at most texts.prompt_tokens "
-            f"({recipe.texts.prompt_tokens}); give others with --prompts, or raise it"
-        )
+        raise ConfigError("no prompt to learn from: all are too short, or longer than texts.prompt_tokens; give others")
     shortest, kept = min(len(seed.ids) for seed in seeds), recipe.train.row_tokens
     if kept < shortest + LEARNED:
-        raise ConfigError(
-            f"train.row_tokens {kept} cuts every text before the target's own tokens (the shortest prompt has "
-            f"{shortest}); raise it, or lower texts.prompt_tokens"
-        )
+        raise ConfigError(f"train.row_tokens {kept} leaves no text a token of the target; raise it above {shortest}")
     return seeds
 
 

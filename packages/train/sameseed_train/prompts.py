@@ -173,9 +173,7 @@ def recipe_seeds(
         fits = len(ids) >= LEAST if given else 0 < len(ids) <= longest
         missed = 0 if fits else missed + 1
         if missed > MISSES:
-            raise ConfigError(
-                f"of {MISSES} prompts none has at most {longest} tokens; raise texts.prompt_tokens, or change sources"
-            )
+            raise ConfigError(f"prompts are longer than {longest} tokens; raise texts.prompt_tokens, or change sources")
         if fits:
             heat = 0.0 if greedy or given else settings.temperature
             yield Seed(tuple(ids), 0 if given else settings.new_tokens, heat)
@@ -229,10 +227,7 @@ def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) ->
     for line in read_lines(path, "messages", "prompt"):
         ids = line.encode(tokenizer)
         if not 1 <= len(ids) <= context - new_tokens:
-            raise ConfigError(
-                f"{line.where} has {len(ids)} tokens; it needs at least one, and with the {new_tokens} that are "
-                f"written behind it at most {context - new_tokens}: the target's context is {context}"
-            )
+            raise ConfigError(f"{line.where} has {len(ids)} tokens; 1 to {context - new_tokens} fit into the context")
         found.append((ids, str(line.row.get("domain", "prompts"))))
     if not found:
         raise ConfigError(f"{path} holds no prompts to measure on; give JSON lines with 'prompt' or 'messages'")

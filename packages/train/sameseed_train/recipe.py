@@ -181,9 +181,7 @@ class DraftRecipe(OwnRecipe):
         if self.mask_token >= 0 and not self.parallel:
             raise ConfigError("mask_token has an effect only with --parallel K; add that, or leave it out")
         if not 0.0 <= self.least_kept <= self.keep <= 1.0:
-            raise ConfigError(
-                f"0 <= least_kept <= keep <= 1 must hold, got keep {self.keep:g} and least_kept {self.least_kept:g}"
-            )
+            raise ConfigError(f"0 <= least_kept <= keep <= 1 must hold, got {self.least_kept:g} and {self.keep:g}")
 
 
 def draft_shape(recipe: DraftRecipe, target: ModelShape) -> ModelShape:
@@ -194,10 +192,7 @@ def draft_shape(recipe: DraftRecipe, target: ModelShape) -> ModelShape:
     kv_heads = size.num_kv_heads or max(1, target.num_kv_heads // 2)
     heads = size.num_heads or kv_heads * (target.num_heads // target.num_kv_heads)
     if min(size.num_layers, hidden, dim, kv_heads, heads) < 1 or dim % 2 or heads % kv_heads:
-        raise ConfigError(
-            f"a draft of {size.num_layers} layers, {heads} heads and {kv_heads} KV heads of {dim} is no model: sizes "
-            "must be at least 1, head_dim even, num_heads a multiple of num_kv_heads"
-        )
+        raise ConfigError("a draft's sizes must be at least 1, head_dim even, num_heads a multiple of num_kv_heads")
     return ModelShape(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
@@ -283,9 +278,7 @@ def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
     heads, kv_heads = size.num_heads or target.num_heads, size.num_kv_heads or target.num_kv_heads
     layers = tuple(recipe.layers or (2, n // 2, n - 3))
     if not 1 <= vocab <= target.vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size {vocab} is not in 1..{target.vocab_size}, the target's vocabulary; lower it"
-        )
+        raise ConfigError(f"draft_vocab_size {vocab} is not in 1..{target.vocab_size}, the target's tokens; lower it")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
     if len(layers) != 3 or any(not 1 <= i <= n for i in layers):

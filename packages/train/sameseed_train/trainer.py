@@ -107,9 +107,7 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
     norm = float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.settings.clip))
     for what, number in (("loss", value), ("gradient", norm)):  # neither may reach the weights, and so a checkpoint
         if not math.isfinite(number):
-            raise SameseedError(
-                f"{job.name}: the {what} of step {step} is {number}; lower matrix_lr and lr, then resume"
-            )
+            raise SameseedError(f"{job.name}: {what} {number} at step {step}; lower matrix_lr and lr, then resume")
     optimizer.step(rate)
     job.model.zero_grad(set_to_none=True)
     seconds = time.monotonic() - started

@@ -162,10 +162,7 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
     if endpoint.model:
         return next((m for m in models if m.get("id") == endpoint.model), {})
     if not models:
-        raise VerifyError(
-            f"{endpoint.url}/models answers {code} and no list of models; give the address of a server with OpenAI's "
-            "API, or name the model with --name"
-        )
+        raise VerifyError(f"{endpoint.url}/models ({code}) is no list of OpenAI's API; name the model with --name")
     return models[0]
 
 

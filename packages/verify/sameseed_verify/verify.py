@@ -175,9 +175,7 @@ def _comparable(earlier: Mapping[str, Any], inquiry: Inquiry) -> None:
     mine = _config(inquiry, "")
     for name in ("model", "chat", "max_tokens"):
         if (told := earlier["config"].get(name)) != mine[name]:
-            raise VerifyError(
-                f"the report of --again has {name} {told!r}, this run {mine[name]!r}: give a report of the same"
-            )
+            raise VerifyError(f"--again has {name} {told!r}, this run {mine[name]!r}: give a report of the same")
 
 
 def report(inquiry: Inquiry, engine: str, found: Mapping[str, Evidence]) -> dict[str, Any]:

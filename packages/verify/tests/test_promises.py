@@ -300,7 +300,7 @@ async def test_what_is_no_such_server_is_said() -> None:
 
     for server, says in (
         (nobody, "is it running"),
-        (page, "address of a server with OpenAI's API"),
+        (page, "no list of OpenAI's API"),
         (half, "does not answer as a server with OpenAI's API"),
         (lambda r: httpx.Response(404), "name the model with --name"),
         (lambda r: httpx.Response(401), "API key"),

@@ -136,10 +136,7 @@ def _named(spec: SpecConfig) -> tuple[str | None, str | None]:
         return name, model or None
     if spec.method not in _DRAFTERS:
         known = ", ".join(dict.fromkeys((*OPTIONS, *WITHIN, *OWN)))
-        raise ConfigError(
-            f"vLLM has no drafter like {spec.method!r}; give {known}, a draft model or an EAGLE head, or serve with "
-            "sameseed's own engine"
-        )
+        raise ConfigError(f"vLLM has no drafter like {spec.method!r}; give {known}, a draft model or an EAGLE head")
     if spec.model is None or spec.method in WITHIN:
         return spec.method, spec.model
     if spec.method == "assistant":
@@ -175,10 +172,7 @@ def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {**known, **{name: value for name, value in options.items() if name in known}}
     made = {theirs: chosen[ours] for theirs, ours in habits.OPTIONS.get(drafter, {}).items()}
     if options.get("past") == "tenant":
-        raise ConfigError(
-            "past 'tenant': vLLM keeps one store of past texts for all tenants; leave it out, and only a request's own "
-            "text is looked into, or give past 'all'"
-        )
+        raise ConfigError("past 'tenant': vLLM has one store of past texts for all; leave it out, or give 'all'")
     if drafter == "suffix" and chosen["past"] != "all":
         made["suffix_decoding_max_cached_requests"] = 0
     return made

@@ -28,10 +28,7 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
 
     def check(keys: Keys) -> None:
         if vllm.shares_past(spec) and len(keys) > 1:
-            raise ConfigError(
-                "vLLM keeps one store of past texts, and there are several API keys: one's texts would be drafted for "
-                "another; leave past and suffix_decoding_max_cached_requests out"
-            )
+            raise ConfigError("API keys share vLLM's past texts; leave suffix_decoding_max_cached_requests out")
 
     config.keys.restrict(check)
     detail, more, parser = args.per_request_spec_decode_metrics, args.vllm_args, config.reasoning_parser

@@ -116,27 +116,16 @@ def check(
     if installed.number < OLDEST:
         raise ConfigError(f"vLLM {version} is too old, {_text(OLDEST)} is the oldest; update it: pip install -U vllm")
     if method == "suffix" and "arctic_inference" not in installed.modules:
-        raise ConfigError(
-            "vLLM drafts by suffix with a library that is not installed beside it: pip install arctic-inference there, "
-            "or take --draft ngram"
-        )
+        raise ConfigError("--draft suffix needs a library beside vLLM: pip install arctic-inference there")
     if spread.nodes > 1 and installed.cpu:  # 0.32.0: "current platform cpu does not support ray", after loading
-        raise ConfigError(
-            "--nodes needs Ray, and vLLM's build for CPUs starts no workers by it; leave --nodes out, and run one "
-            "server a node with a router in front"
-        )
+        raise ConfigError("vLLM for CPUs starts no Ray workers; leave --nodes out: one server a node with a router")
     if spread.nodes > 1 and "ray" not in installed.modules:
-        raise ConfigError(
-            "--nodes needs Ray, which is not installed beside vLLM: pip install ray there, and start a cluster with "
-            "`ray start`"
-        )
+        raise ConfigError("--nodes needs Ray beside vLLM: pip install ray there, and start a cluster with `ray start`")
     over = spread.stages > 1 and method in WITH_WEIGHTS
     alone = method == "draft_model" and spec.get("draft_tensor_parallel_size", 1) < spread.tensor_parallel_size
     for word, wanted in ((OVER_STAGES, over), (ON_ONE, alone)):
         if wanted and installed.number < SINCE[word]:
-            raise ConfigError(
-                f"vLLM {version} has no {word}, {_text(SINCE[word])} is the first; update it, or leave it out"
-            )
+            raise ConfigError(f"vLLM {version} has no {word}; update it to {_text(SINCE[word])}, or leave it out")
     if installed.cpu:
         # What vLLM's build for CPUs lacks
         if batch_invariant:
@@ -283,8 +272,5 @@ def _own_flags(more: str) -> list[str]:
     for word in made:
         name = word.partition("=")[0].partition(".")[0].lstrip("-").replace("_", "-")
         if word.startswith("-") and any(name == r or (len(name) > 1 and r.startswith(name)) for r in RESERVED):
-            raise ConfigError(
-                f"--vllm-args: {word!r} is decided by sameseed's own flags; leave it out, or give sameseed's "
-                "(sameseed serve --help)"
-            )
+            raise ConfigError(f"--vllm-args: {word!r} is set by sameseed's own flags (serve --help); leave it out")
     return made

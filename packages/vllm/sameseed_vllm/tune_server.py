@@ -76,10 +76,7 @@ def look_of(counted: Counted, batch: int) -> Look:
     if counted.engine != "vllm":
         raise ConfigError(f"these are the metrics of {counted.engine}; tune --engine vllm wants a vLLM's address")
     if (counted.running or 0.0) < FULL * batch:
-        raise ConfigError(
-            f"only {counted.running or 0:.1f} of {batch} sequences ran at once: lower --batch, or start vLLM with a "
-            "higher --max-num-seqs"
-        )
+        raise ConfigError(f"only {counted.running or 0:.1f} of {batch} ran: lower --batch, or raise --max-num-seqs")
     if not counted.gaps or not counted.gap_seconds or counted.gaps < ENOUGH:
         raise ConfigError(f"{counted.gaps or 0:g} rounds at batch {batch} are too few: give more --seconds")
     found = Look(batch, 0, 1e3 * counted.gap_seconds / counted.gaps, num_rounds=round(counted.gaps))

@@ -341,12 +341,12 @@ def test_what_a_vllm_has_passes() -> None:
         (
             Installed("0.29.0"),
             {"spread": Spread(1, 2), "draft": parse_draft("org/m")},
-            "several groups .* 0.30 is the first",
+            "several groups .* update it to 0.30",
         ),
         (
             Installed("0.30.0"),
             {"spread": Spread(2), "draft": parse_draft("org/m"), "draft_options": {"draft_tensor_parallel_size": 1}},
-            "0.31 is the first",
+            "update it to 0.31",
         ),
         (GPU, {"draft": parse_draft("suffix")}, "pip install arctic-inference"),
         (Installed("0.33.0"), {"spread": Spread(nodes=2)}, "pip install ray"),

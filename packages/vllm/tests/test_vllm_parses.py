@@ -161,5 +161,5 @@ def test_nodes_are_refused_where_vllm_starts_no_workers_by_ray(read: dict[str, A
     if read["ray"]:
         vllm.check(installed, vllm.arguments("embedded", {}, spread, ("m",)), None, spread)
         return
-    with pytest.raises(ConfigError, match="starts no workers by it"):
+    with pytest.raises(ConfigError, match="starts no Ray workers"):
         vllm.check(installed, vllm.arguments("embedded", {}, spread, ("m",)), None, spread)

@@ -68,9 +68,7 @@ class PeerCell:
     def check(self, setup: StudySetup) -> None:
         """Raise ConfigError if the engine or its checkpoints are missing."""
         if not PEERS.is_dir():
-            raise ConfigError(
-                "other engines are measured by benchmarks/peers; run this in a checkout of the repository"
-            )
+            raise ConfigError("benchmarks/peers measures other engines; run this in a checkout of the repository")
         home, work = self.folders
         if setup.size == "real" and (self.engine, resolve_model(setup.source("target")).suffix) not in READ:
             raise ConfigError("of other engines llama.cpp and transformers read a model of your own, a GGUF file")

@@ -100,10 +100,7 @@ def _draft_ids(live: Tensor, vocab_size: int, padded: bool, num_tokens: int | No
     largest = vocab_size if padded else len(live)
     wanted = min(max(len(live), DRAFT_VOCAB), largest) if num_tokens is None else num_tokens
     if not len(live) <= wanted <= largest:
-        raise ConfigError(
-            f"the draft vocabulary must have {len(live)} to {largest} tokens, got {wanted}: the head's own, and "
-            "padding where the target's twin has padding too"
-        )
+        raise ConfigError(f"the draft vocabulary must have {len(live)} to {largest} tokens, got {wanted}")
     return torch.cat([live, free.nonzero().flatten()[: wanted - len(live)]])
 
 

@@ -138,14 +138,9 @@ def _place_heads(
         if field == "num_kv_heads" and spread > 1:
             least, why = least * spread, f" ({spread} for each of its {least})"
         if getattr(shape, field) < least:
-            raise ConfigError(
-                f"{name} has {field} {getattr(shape, field)}, and the source needs {least}{why}; choose a larger shape "
-                "or a smaller source"
-            )
+            raise ConfigError(f"{name} has {field} {getattr(shape, field)}, needs {least}{why}; choose a larger shape")
     if shape.tied_embeddings and not small.tied_embeddings:
-        raise ConfigError(
-            f"{name} ties its head to its embedding, and the source does not; choose a shape that does not"
-        )
+        raise ConfigError(f"{name} ties its head to its embedding, the source does not; choose another shape")
     kv_heads = [i // spread if i < small.num_kv_heads * spread else None for i in range(shape.num_kv_heads)]
     heads: list[int | None] = []
     for i, kv in enumerate(kv_heads):
@@ -182,9 +177,6 @@ def _rotary(small: ModelConfig, head_dim: int) -> tuple[float, tuple[int, ...]]:
     else:
         step, theta = 1, theta ** (head_dim / small.head_dim)
         if theta > MAX_THETA:
-            raise ConfigError(
-                f"head_dim {head_dim} cannot carry the source's frequencies: it would take rope_theta {theta:.0e}; "
-                f"choose a shape whose head_dim is a multiple of {small.head_dim}"
-            )
+            raise ConfigError(f"head_dim {head_dim} cannot carry the frequencies; take a multiple of {small.head_dim}")
     first = [i * step for i in range(half)]
     return theta, tuple(first + [head_dim // 2 + i for i in first])
