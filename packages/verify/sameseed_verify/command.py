@@ -137,8 +137,7 @@ def _show(report: Mapping[str, Any]) -> None:
     c = report["config"]
     asked = f"{report['requests']} requests, {c['num_prompts']} prompts, {report['seconds']:.0f} s"
     failed = "".join(f", {n} {kind}" for kind, n in report["failures"].items())
-    console.print(
-        Text(f"\n{asked}{failed}" + (f"; ended early: {report['ended']}" if report["ended"] else ""), style="dim")
-    )
+    ended = f"; ended early: {report['ended']}" if report["ended"] else ""
+    console.print(Text(f"\n{asked}{failed}{ended}", style="dim"))
     verdict = f"{report['verdict']}: {c['model']} ({c['engine']}), {counts_text(report)}"
     console.print(Text(verdict, style=COLOURS[report["verdict"]]))

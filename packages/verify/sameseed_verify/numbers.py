@@ -196,7 +196,5 @@ async def ties(inquiry: Inquiry, evidence: Evidence) -> None:
     numbers = {"near_ties": near, "made_equal": len(asked) - len(found)}
     evidence.numbers |= numbers | ({"nearest_gap": found[0].gap} if found else {})
     if sum(numbers.values()) < LEAST_TEXTS:
-        evidence.missing = (
-            f"{near} places have two tokens within {NEAR:g} of each other, at least {LEAST_TEXTS} are needed; "
-            "give more --requests or --max-tokens"
-        )
+        short = f"{near} places have two tokens within {NEAR:g}, at least {LEAST_TEXTS} are needed"
+        evidence.missing = f"{short}; give more --requests or --max-tokens"

@@ -161,9 +161,7 @@ async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
         if without.error is drafting.error is None and without.num_drafted == 0 and drafting.num_drafted is not None:
             break
     else:
-        evidence.missing = (
-            "no request could switch speculation: the server has no such field, or does not tell of drafts"
-        )
+        evidence.missing = "no request could switch speculation: no such field, or answers do not tell of drafts"
         return
     drafted = accepted = 0
     for i in range(len(inquiry.prompts)):
@@ -176,13 +174,9 @@ async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
             evidence.count("drafted_though_off", without.num_drafted)
     evidence.numbers |= {"draft_tokens": drafted, "accepted": accepted, "rejected": drafted - accepted}
     if still := int(evidence.numbers.get("drafted_though_off", 0)):
-        evidence.missing = (
-            f"{still} tokens were drafted though requests switched that off: the server reads no such field"
-        )
+        evidence.missing = f"{still} tokens were drafted though requests switched that off: it is not read"
     elif not drafted:
         evidence.missing = "nothing was drafted: start the server with a draft"
     elif drafted < LEAST_DRAFTED or not 0 < accepted < drafted:
-        evidence.missing = (
-            f"{drafted} tokens were drafted, {accepted} of them accepted: at least {LEAST_DRAFTED} are needed, with "
-            "some accepted and some rejected; give more --requests or --max-tokens"
-        )
+        short = f"{drafted} tokens drafted, {accepted} accepted: at least {LEAST_DRAFTED} are needed, some rejected"
+        evidence.missing = f"{short}; give more --requests or --max-tokens"

@@ -50,10 +50,7 @@ def export(tuned: Tuned, engine: str) -> Exported:
     made = ENGINES[engine](tuned)
     rates, notes = tuned.acceptance, [*made.notes]
     if tuned.chosen.policy == "goodput":
-        notes.append(
-            "--policy goodput has no counterpart: lengths are fixed there"
-            + ("" if engine != "vllm" or not tuned.chosen.by_batch else ", by the table of batch sizes")
-        )
+        notes.append("--policy goodput has no counterpart: lengths are fixed there, at most by batch size")
     files = dict(made.files)
     if rates.conditional_accept_rates:
         files["speculation_profile.json"] = json.dumps(_model_opt(tuned), indent=2) + "\n"
@@ -108,10 +105,8 @@ def _one_drafter(tuned: Tuned, able: Mapping[str, str], notes: list[str], reads_
             + (": plain decoding" if kept.method == "none" else f": {what} alone; measure again, for k was for all")
         )
     if reads_folders and kept.model and (form := _draft_format(tuned, kept.model)) != "auto":
-        notes.append(
-            f"--draft-format {form}: a draft is read as stored; write it first: sameseed quantize "
-            f"{kept.model} --scheme {form} --out DIR"
-        )
+        how = f"write it first: sameseed quantize {kept.model} --scheme {form} --out DIR"
+        notes.append(f"--draft-format {form}: a draft is read as stored; {how}")
     return SpecConfig("draft_model", kept.model) if kept.below else kept
 
 
@@ -131,10 +126,7 @@ def _note_losses(chosen: Chosen, spec: SpecConfig, notes: list[str], engine: str
     """Note settings without a counterpart: drafts by batch size, a drafter's options, parallel drafting."""
     if chosen.by_batch and spec.method != "none":
         rows = ", ".join(f"from {first}: {k or 'off'}" for first, k in chosen.by_batch)
-        notes.append(
-            f"draft tokens by sequences at once ({rows}) have no counterpart: one length for all loads; start a second "
-            "server without a draft where it is off"
-        )
+        notes.append(f"draft tokens by batch size ({rows}) have no counterpart: serve without a draft where it is off")
     if chosen.draft_options:
         notes.append(f"--draft-options {json.dumps(dict(chosen.draft_options))} have no counterpart")
     if engine and (spec.method == "parallel" or (spec.model and is_parallel(_place(spec.model)))):
@@ -183,10 +175,8 @@ def _sglang(tuned: Tuned) -> Exported:
     if chosen.format in FLOATS:
         words += ["--dtype", FLOATS[chosen.format]]
     elif chosen.format not in (None, "auto"):
-        notes.append(
-            f"--format {chosen.format}: weights are served as stored; write them first: sameseed quantize "
-            f"{tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
-        )
+        how = f"sameseed quantize {tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
+        notes.append(f"--format {chosen.format}: weights are served as stored; write them first: {how}")
     if chosen.kv_format in ("fp8", "fp8_e4m3", "fp8_e5m2", "bf16"):
         words += ["--kv-cache-dtype", vllm.KV_FORMATS[chosen.kv_format]]
     elif chosen.kv_format not in (None, "auto"):
@@ -215,9 +205,7 @@ def _llama_cpp(tuned: Tuned) -> Exported:
         if (kind := GGUF_KV.get(str(chosen.kv_format))) is not None:
             words += ["-ctk", kind, "-ctv", kind, "-fa", "on"]
         else:
-            notes.append(
-                f"--kv-format {chosen.kv_format} has no counterpart: llama.cpp keeps {', '.join(GGUF_KV.values())}"
-            )
+            notes.append(f"--kv-format {chosen.kv_format} has no counterpart: it keeps {', '.join(GGUF_KV.values())}")
     able = {"ngram": "ngram-simple", "head": "draft-eagle3", "model": "draft-simple"}
     spec = _one_drafter(tuned, able, notes, reads_folders=False)
     if spec.method != "none":

@@ -163,14 +163,10 @@ def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant:
         made.append("vLLM keeps one store of past texts: what one client was told may be drafted for another")
     if greedy_only(installed, spec):
         made.append(
-            "vLLM samples wrongly with drafts on CPUs (vllm-project/vllm#55005): requests whose temperature is not 0 "
-            "are refused"
+            "vLLM samples wrongly with drafts on CPUs (vllm#55005): requests whose temperature is not 0 are refused"
         )
     if batch_invariant:
-        made.append(
-            "--batch-invariant: slower, and a text still changes with drafts (sampled), other GPUs, another "
-            "--tensor-parallel-size, another vLLM"
-        )
+        made.append("--batch-invariant: slower, and drafts (sampled), another GPU or another vLLM still change texts")
     return made
 
 
