@@ -6,13 +6,15 @@ planner (`sameseed.plan`) reads these profiles.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sameseed import fields
 from sameseed.cost.curve import ENGINE_SCHEMA, P10_TO_P90, Curve, interpolate, read_table
 from sameseed.cost.round import Gap, RoundCost
 from sameseed.errors import ConfigError, nearest
@@ -98,24 +100,14 @@ class StoredModel:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """All measurements of one shape. `draft`: those of a draft model, whose passes alternated with the target's."""
+class ShapeCosts:
+    """All measurements of one shape."""
 
     shape: Mapping[str, Any]
     costs: tuple[Cost, ...]
     prefill: tuple[Prefill, ...]
     batch: tuple[BatchDecode, ...]
     stored: tuple[StoredModel, ...]
-    limits: Limits
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    threads: int = 1
-    backend: str = ""
-    interleaved: bool = True  # False: too little memory to load all formats; one was measured after the other
-    interrupted: bool = False
-    peak_memory_bytes: int = 0
-    commit: str = ""
-    date: str = ""
-    draft: Profile | None = None
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -149,14 +141,6 @@ class Profile:
         """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
         return self.ms(format, rows, context) / self.ms(format, 1, context)
 
-    @classmethod
-    def read(cls, path: Path) -> Profile:
-        """The profile in a file of `sameseed profile --json`. Raises ConfigError."""
-        data = read_table(path)
-        if data.get("schema") == ENGINE_SCHEMA:
-            raise ConfigError(f"{path} is of `tune --engine {data.get('engine')}`: give a file of `profile --json`")
-        return cls.from_dict(data, str(path))
-
     def curve(self, format: str) -> Curve:
         """Seconds of passes by rows at the shortest measured context; the longest gives the cost of cached tokens.
 
@@ -180,47 +164,54 @@ class Profile:
         read = Curve([(0, 0.0), *prompts]).at if prompts else None
         return RoundCost(self.curve(format), (), Gap(gap, gap), read, "profiled", level)
 
+
+@dataclass(frozen=True)
+class Profile(ShapeCosts):
+    """A profile. `draft`: the measurements of a draft model, whose passes alternated with the target's."""
+
+    limits: Limits
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    backend: str = ""
+    interleaved: bool = True  # False: too little memory to load all formats; one was measured after the other
+    interrupted: bool = False
+    peak_memory_bytes: int = 0
+    commit: str = ""
+    date: str = ""
+    draft: ShapeCosts | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """The profile in a file of `sameseed profile --json`. Raises ConfigError."""
+        data = read_table(path)
+        if data.get("schema") == ENGINE_SCHEMA:
+            raise ConfigError(f"{path} is of `tune --engine {data.get('engine')}`: give a file of `profile --json`")
+        return cls.from_dict(data, str(path))
+
     def as_dict(self) -> dict[str, Any]:
         """The profile as plain data for JSON."""
-        return {
-            "schema": PROFILE_SCHEMA,
-            **{name: getattr(self, name) for name in SHARED},
-            "limits": self.limits.as_dict(),
-            **self._measured(),
-            "draft": None if self.draft is None else self.draft._measured(),
-        }
-
-    def _measured(self) -> dict[str, Any]:
-        return {"shape": dict(self.shape), **{name: [asdict(x) for x in getattr(self, name)] for name in PARTS}}
+        plain = json.loads(json.dumps(asdict(self)))  # with lists, as a reader of the file gets them
+        return {"schema": PROFILE_SCHEMA, **plain, "limits": self.limits.as_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "the profile") -> Profile:
-        """The inverse of as_dict. Raises ConfigError for data that `sameseed profile` did not write."""
+        """The inverse of as_dict; further keys are left out. Raises ConfigError for what `profile` did not write."""
         if data.get("schema") != PROFILE_SCHEMA:
             raise ConfigError(
                 f"{where} has schema {data.get('schema')!r}, this version reads {PROFILE_SCHEMA!r}; profile again"
             )
         try:
-            shared: dict[str, Any] = {name: data[name] for name in SHARED}
-            shared["limits"] = Limits.from_dict(data["limits"])
-            target, *draft = (
-                cls(part["shape"], **shared | {n: tuple(kind(**x) for x in part[n]) for n, kind in PARTS.items()})
-                for part in (data, data["draft"])
-                if part is not None
-            )
-            for part in (target, *draft):
-                passes = [(x.rows, x.ms) for x in part.costs] + [(x.tokens, x.ms) for x in part.prefill]
-                passes += [(x.batch_size, x.ms) for x in part.batch]
-                if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
-                    raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
-            return replace(target, draft=draft[0] if draft else None)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{where} lacks a part or has one too many ({error!r}); profile again") from None
-
-
-# Names of the fields that a profile has once, and of the measurements that a draft has as well.
-SHARED = ("date", "commit", "machine", "threads", "backend", "interleaved", "interrupted", "peak_memory_bytes")
-PARTS: dict[str, type[Any]] = {"stored": StoredModel, "costs": Cost, "prefill": Prefill, "batch": BatchDecode}
+            known = {name: data[name] for name in fields.hints(cls) if name in data}
+            found = fields.parse(cls, {**known, "limits": Limits.from_dict(data["limits"])}, where)
+        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{where} lacks a part, or a part is wrong ({error}); profile again") from None
+        parts = [part for part in (found, found.draft) if part is not None]
+        passes = [(x.rows, x.ms) for part in parts for x in part.costs]
+        passes += [(x.tokens, x.ms) for part in parts for x in part.prefill]
+        passes += [(x.batch_size, x.ms) for part in parts for x in part.batch]
+        if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
+            raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
+        return found
 
 
 def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from sameseed.measure.costs import Cost, Profile
+from sameseed.measure.costs import Cost, Profile, ShapeCosts
 from sameseed.measure.limits import KINDS
 from sameseed.report import table as layout
 from sameseed.report.plot import Panel, Series, draw, source
@@ -44,7 +44,7 @@ def limits_table(profile: Profile) -> Table:
     return table
 
 
-def curve_table(profile: Profile) -> Table:
+def curve_table(profile: ShapeCosts) -> Table:
     """One row per format and context: milliseconds and c for each M."""
     rows = sorted({x.rows for x in profile.costs})
     heads = ["format", "KV", "cached", *(f"M={m}" for m in rows)]
@@ -57,7 +57,7 @@ def curve_table(profile: Profile) -> Table:
     return table
 
 
-def format_table(profile: Profile) -> Table:
+def format_table(profile: ShapeCosts) -> Table:
     """One row per format: sizes, shares of the machine's limits, prefill and batch decode."""
     sizes = sorted({x.batch_size for x in profile.batch})
     prompt = next((x.tokens for x in profile.prefill), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from sameseed import devices, ops
 from sameseed.cost.experts import counted
 from sameseed.errors import ConfigError, ModelLoadError, nearest
 from sameseed.measure import shapes, usage
-from sameseed.measure.costs import PARTS, BatchDecode, Cost, Prefill, Profile, Report, StoredModel
+from sameseed.measure.costs import BatchDecode, Cost, Prefill, Profile, Report, ShapeCosts, StoredModel
 from sameseed.measure.limits import Limits, measure_limits
 from sameseed.measure.passes import Pass, PassWork, ProfileGrid, TimedModel, cache_bytes
 from sameseed.measure.shapes import get_shape, shape_as_dict
@@ -127,22 +127,23 @@ class Profiler:
             interrupted = True
             if not any(x.samples for x in self.candidates):
                 raise
-        shared: dict[str, Any] = {
-            "limits": limits,
-            "machine": here,
-            "threads": threads,
-            "backend": self.ops.name,
-            "interleaved": self.interleaved,
-            "interrupted": interrupted,
-            "peak_memory_bytes": self.peak_memory,
-            "commit": record.commit(),
-            "date": record.now(),
-        }
-        made = {}
+        found = {}
         for role, name in self.names.items():
             mine = [x for x in self.candidates if x.role == role]
-            made[role] = Profile(shape=shape_as_dict(name, mine[0].config), **results(mine, limits), **shared)
-        return replace(made["target"], draft=made.get("draft"))
+            found[role] = results(shape_as_dict(name, mine[0].config), mine, limits)
+        return Profile(
+            **vars(found["target"]),
+            limits=limits,
+            machine=here,
+            threads=threads,
+            backend=self.ops.name,
+            interleaved=self.interleaved,
+            interrupted=interrupted,
+            peak_memory_bytes=self.peak_memory,
+            commit=record.commit(),
+            date=record.now(),
+            draft=found.get("draft"),
+        )
 
     def _measure(self, group: Seq[Candidate], seconds: float, tell: Report) -> None:
         """Load a group of candidates and time their passes; the models are freed again."""
@@ -212,9 +213,9 @@ class Profiler:
                 samples.setdefault(job, []).append(took)
 
 
-def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
-    """The fields `costs`, `prefill`, `batch` and `stored` of a Profile, from the seconds of every pass."""
-    parts: dict[str, list[Any]] = {name: [] for name in PARTS}
+def results(shape: Mapping[str, Any], candidates: Seq[Candidate], limits: Limits) -> ShapeCosts:
+    """The measurements of a shape in each format, from the seconds of every pass."""
+    costs, prefill, batch, stored = list[Cost](), list[Prefill](), list[BatchDecode](), list[StoredModel]()
     for x in candidates:
         if x.stored is None:
             continue
@@ -227,19 +228,17 @@ def results(candidates: Seq[Candidate], limits: Limits) -> dict[str, Any]:
             timing: dict[str, Any] = {"ms": ms, "p10": p10, "p90": p90, "repeats": len(seconds)}
             speed = job.rows / ms * 1e3
             if job.kind == "prefill":
-                share = compute_ms / ms
-                parts["prefill"].append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=share))
+                prefill.append(Prefill(*names, job.rows, **timing, tokens_per_s=speed, peak_share=compute_ms / ms))
             elif job.kind == "batch":
-                parts["batch"].append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
+                batch.append(BatchDecode(*names, job.context, job.rows, **timing, tokens_per_s=speed))
             elif (one := x.samples.get(replace(job, rows=1))) is not None:
-                c = ms / (float(np.quantile(one, 0.5)) * 1e3)
-                timing |= {"c": c, "memory_ms": memory_ms, "compute_ms": compute_ms}
-                parts["costs"].append(Cost(*names, job.context, job.rows, **timing))
+                timing |= {"c": ms / (float(np.median(one)) * 1e3), "memory_ms": memory_ms, "compute_ms": compute_ms}
+                costs.append(Cost(*names, job.context, job.rows, **timing))
                 if job == x.chains[0]:
                     bandwidth = memory_ms / ms
         peak = x.stored.peak if x.stored.peak in limits.rates else "fp32"
-        parts["stored"].append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
-    return {name: tuple(its) for name, its in parts.items()}
+        stored.append(replace(x.stored, bandwidth_share=bandwidth, peak=peak))
+    return ShapeCosts(shape, tuple(costs), tuple(prefill), tuple(batch), tuple(stored))
 
 
 def profile(

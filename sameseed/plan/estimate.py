@@ -22,7 +22,7 @@ from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
 from sameseed.engine.memory import pass_bytes
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
-from sameseed.measure.costs import Profile
+from sameseed.measure.costs import Profile, ShapeCosts
 from sameseed.measure.limits import Limits
 from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.memory import available_memory
@@ -174,7 +174,7 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
     return found
 
 
-def _profiled(profile: Profile, target: Sheet) -> RoundCost:
+def _profiled(profile: ShapeCosts, target: Sheet) -> RoundCost:
     """The costs that were profiled of this shape. Raises ConfigError where that shape, format or cache was not."""
     known, own = profile.shape, shape_as_dict("", target.config)
     other = [

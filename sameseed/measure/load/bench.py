@@ -6,7 +6,6 @@ Requests are sent by clients that wait for each answer (closed loop), or on a sc
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence as Seq
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.load import outcome, wire
 from sameseed.measure.load.outcome import Bounds
@@ -101,7 +100,6 @@ async def opened(
     return list(await asyncio.gather(*tasks)), late
 
 
-log = logging.getLogger("sameseed")
 WRONG = {f"HTTP {code}" for code in (400, 401, 403, 404, 405, 413, 415, 422)}  # asked again, they come again
 
 
@@ -168,8 +166,8 @@ class LoadBench:
         for endpoint in (arm for arm in self.arms if "speculation" in arm.fields):
             text = as_prompt("one two three " * 4, endpoint.chat)
             text |= {} if self.settings.strict else {"ignore_eos": True}  # an answer that ends at once tells nothing
-            sent = await self._send(endpoint, self._body(endpoint, Shape(None, 24), text, 0, self._salt))
-            found = outcome.read(sent)
+            body = self._body(endpoint, Shape(None, 24), text, 0, self._salt)
+            found = outcome.read(await self._send(endpoint, body))
             if found.error is not None and "speculation" not in found.detail:
                 raise ConfigError(f"{endpoint.url} answers a first request with: {found.error}: {found.detail}")
             drafted_though_off = endpoint.fields["speculation"] == "off" and found.speculation is not None
@@ -190,7 +188,7 @@ class LoadBench:
                 f"{longest.label} needs {longest.needed} tokens and the server's context is {self.max_model_len}; "
                 f"give --scale {factor:g}, or shorter --lengths"
             )
-        log.warning("the server's context is %d tokens: all lengths are scaled by %g", self.max_model_len, factor)
+        say_once(f"the server's context is {self.max_model_len} tokens: all lengths are scaled by {factor:g}")
         self.settings = replace(self.settings, shapes=tuple(shape.scaled(factor) for shape in self.settings.shapes))
 
     @property
@@ -202,28 +200,28 @@ class LoadBench:
         """The endpoint completed with the model's name and speculation. Raises ConfigError if there is no server."""
         await wire.await_ready(self.client, endpoint.url)
         chosen = await wire.introduce(self.client, endpoint)
-        limit = chosen.get("max_model_len")
+        limit, about = chosen.get("max_model_len"), chosen.get("speculation")
         if isinstance(limit, int):
             self.max_model_len = min(limit, self.max_model_len or limit)
-        about = chosen.get("speculation")
-        about = about if isinstance(about, dict) else None
-        return replace(endpoint, model=endpoint.model or str(chosen.get("id", "")), speculation=about)
+        model = endpoint.model or str(chosen.get("id", ""))
+        return replace(endpoint, model=model, speculation=about if isinstance(about, dict) else None)
 
     def _body(
         self, endpoint: Endpoint, shape: Shape, prompt: Mapping[str, Any], seed: int, salt: str
     ) -> dict[str, Any]:
         """The body of a request. `salt` keeps it from using other requests' entries in the server's prefix cache."""
-        made: dict[str, Any] = {
+        own = {"return_token_ids": True, "cache_salt": salt, "cache_prompt": False}  # fields that OpenAI lacks
+        return {
             "model": endpoint.model,
             **prompt,
             "max_tokens": shape.num_output,
             "seed": seed,
             "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.settings.sampling,
+            **({} if self.settings.strict else own),
+            **endpoint.fields,
         }
-        made |= {"stream_options": {"include_usage": True}, **self.settings.sampling}
-        if not self.settings.strict:
-            made |= {"return_token_ids": True, "cache_salt": salt, "cache_prompt": False}
-        return {**made, **endpoint.fields}
 
     def _send(self, endpoint: Endpoint, body: Mapping[str, Any], due: float | None = None) -> Awaitable[Exchange]:
         return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
@@ -246,14 +244,12 @@ class LoadBench:
 
     async def _run(self, arm: Endpoint, shape: Shape, level: LoadLevel, number: int, count: int) -> Repetition:
         """Run one arm once. The prompts and seeds of a repetition are the same for all arms."""
-        s = self.settings
+        s, pid, send = self.settings, self.pids.get(arm.label), partial(self._send, arm)
         seed = f"{s.seed} {shape.label} {level.label} {number}"
         assert self._source is not None, "prepared"
         made = await self._source.make(shape, count, seed)
         salt = f"{self._salt} {arm.label} {seed}"
         bodies = [self._body(arm, shape, prompt, s.seed + i, f"{salt} {i}") for i, prompt in enumerate(made)]
-        send = partial(self._send, arm)
-        pid = self.pids.get(arm.label)
         meter = None if pid is None else Meter(pid)
         before = outcome.counters(await wire.page(self.client, f"{arm.url}/metrics"))
         cpu, start = time.process_time(), time.perf_counter()

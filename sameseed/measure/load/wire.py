@@ -7,33 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, say_once
 
 try:
     import httpx
 except ImportError:
     raise ConfigError("asking a server needs httpx; install it: pip install '.[study]'") from None
 
-log = logging.getLogger("sameseed")
 LOADING = 300.0  # most seconds to wait for a server that loads its model
 BUSY = (429, 503)  # status codes after which a request is retried
 LONGEST_WAIT = 30.0  # most seconds to wait for one Retry-After
 MAX_DETAIL = 300
+KINDS: dict[type[Exception], str] = {  # what an error of the client is called; the first that fits
+    httpx.ConnectError: "no connection",
+    httpx.ConnectTimeout: "no connection",
+    httpx.TimeoutException: "timeout",
+    httpx.TransportError: "connection lost",
+}
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server with the fields of every request to it; an arm of a load test. `url`: without /v1.
-
-    `version`: of the API's routes; OpenVINO's server has them under /v3.
-    """
+    """A server with the fields of every request to it; an arm of a load test. `url`: without /v1."""
 
     label: str
     url: str
@@ -41,11 +42,10 @@ class Endpoint:
     chat: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     speculation: Mapping[str, Any] | None = None  # the server's description of its drafter, if it gives one
-    version: str = "v1"
 
     @property
     def path(self) -> str:
-        return f"/{self.version}/chat/completions" if self.chat else f"/{self.version}/completions"
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
 
 @dataclass
@@ -127,13 +127,11 @@ def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.Asyn
 
 async def await_ready(client: httpx.AsyncClient, url: str) -> None:
     """Wait, at most `LOADING` seconds, while /ready (sameseed) or /health (llama-server) answers 503."""
-    start, told = time.monotonic(), False
+    start = time.monotonic()
     with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):  # `introduce` says what is wrong
         for path in ("/ready", "/health"):
             while time.monotonic() - start < LOADING and (await client.get(url + path)).status_code == 503:
-                if not told:
-                    log.warning("%s is not ready yet; waiting", url)
-                told = True
+                say_once(f"{url} is not ready yet; waiting")
                 await asyncio.sleep(0.5)
 
 
@@ -142,8 +140,9 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
 
     Raises ConfigError if there is no such server.
     """
+    page = f"{endpoint.url}/v1/models"
     try:
-        response = await client.get(f"{endpoint.url}/{endpoint.version}/models")
+        response = await client.get(page)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
     if response.status_code in (401, 403):
@@ -153,15 +152,11 @@ async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, 
     if response.status_code != 200:
         if endpoint.model:
             return {}
-        where = f"{endpoint.url}/{endpoint.version}/models"
-        raise ConfigError(f"{where} answers {response.status_code}; name the model with --model")
+        raise ConfigError(f"{page} answers {response.status_code}; name the model with --model")
     try:
         models = [dict(m) for m in response.json().get("data") or [{}]]
     except (ValueError, TypeError, AttributeError):
-        raise ConfigError(
-            f"{endpoint.url}/{endpoint.version}/models is not the answer of a server with OpenAI's API; give the "
-            "address of one"
-        ) from None
+        raise ConfigError(f"{page} does not answer as OpenAI's API does; give the address of such a server") from None
     return next((m for m in models if m.get("id") == endpoint.model), models[0] if not endpoint.model else {})
 
 
@@ -193,7 +188,8 @@ async def exchange(
     except asyncio.TimeoutError:
         made.error, made.detail = "timeout", f"not done after {timeout:g} s"
     except Exception as error:
-        made.error, made.detail = _kind(error), f"{type(error).__name__}: {error}"[:MAX_DETAIL]
+        made.error = next((name for kind, name in KINDS.items() if isinstance(error, kind)), "client error")
+        made.detail = f"{type(error).__name__}: {error}"[:MAX_DETAIL]
     return made
 
 
@@ -225,11 +221,3 @@ async def _attempts(
         made.retries, made.error = made.retries + 1, None
         wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
         await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return "no connection"
-    if isinstance(error, httpx.TimeoutException):
-        return "timeout"
-    return "connection lost" if isinstance(error, httpx.TransportError) else "client error"
