@@ -1,18 +1,189 @@
-"""Doctor: explains from an engine's counters why speculation does not pay, and says what to set."""
+"""Doctor: explains from an engine's counters why speculation does not pay, and says what to set.
+
+Faults are found by rules, the main one first. Thresholds are rules of thumb; each says what it saw. What a fault says,
+and the flags that mend it, are in `doctor.toml`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.measure.costs import Profile
-from sameseed.plan import faults
-from sameseed.plan.faults import Fault
 from sameseed.plan.metrics import Counted
-from sameseed.plan.pricing import Pricing, state_of
+from sameseed.plan.pricing import MARGIN, Pricing, State, state_of
+from sameseed.tuned import TABLE_END
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENOUGH = 20  # least drafts for a share of them to be meaningful
+USELESS, WEAK = 0.02, 0.35  # share of first draft tokens that are accepted
+FLAT, SPLIT = 0.9, 0.65  # least share right at later places, and most at the first, that show two kinds of text
+LARGE_SHARE, AS_LARGE = 0.4, 0.5  # share of a round's time that drafts take; a draft step's share of a target pass
+BUSY, UNEVEN = 1.5, 5.0  # pass time over the table's; 95th percentile of gaps over their median
+UNUSED = 0.85  # share accepted at the last place, where all before were
+LOST = 0.2  # share of rounds without a draft that might have had one
+SLOW, FEW = 0.3, 4  # share of a round that one more draft token may add, at no more than FEW sequences
+LOOKUP = 0.02  # most of a round's time that a search in the text takes; a draft model takes more
+LATE = 0.4  # share of a round's time outside both models
+REPEATED = 0.7  # share of prompt tokens found in the prefix cache
+REASONS = ("no drafter", "off", "cost", "no draft", "no room", "draft context")  # that sameseed counts
+WORDS = tomllib.loads(Path(__file__).with_name("doctor.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: a name, a sentence, and the flags to set, in the engine's words."""
+
+    name: str
+    says: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """What it says, as a sentence of its own."""
+        return self.says[0].upper() + self.says[1:]
+
+
+def fault(engine: str, key: str, **figures: object) -> Fault:
+    """A fault in the words of `doctor.toml`, with these figures in its sentence and its flags."""
+    words = WORDS[key]
+    flags = [flag for text in words.get(engine, words.get("any", ())) for flag in flags_of(engine, text, **figures)]
+    return Fault(words.get("name", key), words["says"].format(**figures), tuple(flags))
+
+
+def flags_of(engine: str, name: str, **figures: object) -> tuple[str, ...]:
+    """An engine's flags that `doctor.toml` lists under a name such as {length}; another text is itself a flag."""
+    texts = WORDS["flags"][name][engine] if name in WORDS["flags"] else (name,)
+    for figure, value in figures.items():
+        texts = [text.replace(f"{{{figure}}}", str(value)) for text in texts]
+    return tuple(texts)
+
+
+def undrafted(counted: Counted) -> Fault:
+    """The fault that explains why nothing was drafted at all."""
+    if reasons := {w: n for w, n in counted.undrafted.items() if w in REASONS}:
+        return fault(counted.engine, max(reasons, key=reasons.__getitem__), rounds="nothing was drafted")
+    if counted.drafts is None:
+        return fault(counted.engine, "uncounted")
+    # llama.cpp's counter is 0 in both cases.
+    return fault(counted.engine, "none or nothing" if counted.engine == "llama.cpp" else "nothing found")
+
+
+def find(state: State, pricing: Pricing) -> list[Fault]:
+    """All faults that the counters show, the main one first; the last are remarks on what flatters the figures."""
+    counted, say = state.counted, partial(fault, state.counted.engine)
+    reasons = {why: n for why, n in counted.undrafted.items() if why in REASONS}
+    able = (counted.drafts or 0.0) + sum(reasons.values())
+    often = sorted((why for why, n in reasons.items() if n > LOST * able), key=lambda why: -reasons[why])
+    lost = {why: say(why, rounds=f"{reasons[why] / able:.0%} of rounds had no draft") for why in often}
+    remarks = [lost.pop("cost")] if "cost" in lost else []
+    if counted.preemptions and (counted.cache_usage is None or counted.cache_usage > 0.9):
+        lost["preempted"] = say("preempted", preemptions=counted.preemptions)
+    if (counted.drafts or ENOUGH) < ENOUGH:
+        return [*lost.values()] or [say("too few", drafts=counted.drafts)]
+    if counted.prefix_queries and (counted.prefix_hits or 0.0) > REPEATED * counted.prefix_queries:
+        remarks.append(say("repeated texts", share=(counted.prefix_hits or 0.0) / counted.prefix_queries))
+    in_order = (_rightness(state, pricing), lost.values(), _time(state, pricing), _lengths(state, pricing), remarks)
+    return [*chain.from_iterable(in_order)]
+
+
+def _rightness(state: State, pricing: Pricing) -> Iterator[Fault]:
+    """Faults of the draft's quality."""
+    engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
+    known = pricing.source not in (None, "bound")
+    shorter = (known and pricing.best[0]) or 1
+    if first < USELESS:
+        yield fault(engine, "useless draft", first=first)
+    elif len(rest) >= 2 and first <= SPLIT and min(rest) >= FLAT:
+        yield fault(engine, "two kinds of text", first=first, rest=min(rest))
+    elif first < WEAK:
+        lookup = state.draft_share is not None and state.draft_share < LOOKUP
+        yield fault(engine, "weak lookup" if lookup else "weak draft", first=first, best=shorter)
+
+
+def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
+    """Faults in where a round's time goes."""
+    s, engine = state, state.counted.engine
+    few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long anyway
+    if s.target_s and pricing.source == "costs":
+        told = pricing.cost.target(s.batch * (1 + s.k))
+        if s.target_s > BUSY * told:
+            yield fault(engine, "slower than the table", took=s.target_s * 1e3, told=told * 1e3)
+    elif (uneven := _uneven(s.counted)) is not None and uneven > UNEVEN and few_prompts:
+        yield fault(engine, "uneven gaps", uneven=uneven)
+    step = s.draft_s / s.k if s.draft_s is not None else None
+    if step is not None and s.target_s and step > AS_LARGE * s.target_s:
+        yield fault(engine, "draft too large", share=step / s.target_s)
+    elif s.draft_share is not None and s.draft_share > LARGE_SHARE:
+        yield fault(engine, "draft share", share=s.draft_share)
+    if s.overhead_s is not None and s.round_s and s.overhead_s > LATE * s.round_s:
+        yield fault(engine, "overhead", share=s.overhead_s / s.round_s)
+
+
+def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
+    """Faults of the draft length at this batch size."""
+    if pricing.source is None:
+        return
+    engine, now, batch = state.counted.engine, state.now, state.batch
+    longer = pricing.ratio(1) - 1.0
+    if pricing.source == "plain" and state.target_s is None and longer > SLOW and batch <= FEW:
+        yield fault(engine, "slow rounds", longer=longer, batch=batch)
+    need, (best, speed), table = pricing.need, pricing.best, pricing.table
+    if pricing.source == "bound" and state.length >= need:
+        return  # a bound only: unknown whether this or another length pays
+    bound = "at least " if pricing.source == "bound" else ""
+    have = f"a round of {now} draft tokens needs {bound}{need:.2f} tokens, it has {state.length:.2f}"
+    if best == 0 and state.length < need and any(k for _, k in table):
+        first = next(batch for batch, k in table if k == 0)
+        rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (TABLE_END + 1, 0)])]
+        yield fault(engine, "batch too large", have=have, batch=batch, first=first, rows=rows, most=table[-1][0] - 1)
+    elif best == 0 and state.length < need:
+        yield fault(engine, "never pays", have=have)
+    elif 0 < best < now and (state.length < need or speed > 1.05 * pricing.speedup):
+        yield fault(engine, "k too large", have=have, best=best, speed=speed)
+    elif best > now and state.conditional[-1] >= UNUSED and speed > 1.05 * pricing.speedup:
+        yield fault(engine, "k too small", last=state.conditional[-1], best=best, speed=speed)
+
+
+def _uneven(counted: Counted) -> float | None:
+    """The 95th percentile of gaps between streamed pieces over their median; None with fewer than 100 gaps."""
+    bounds = sorted((float(le), n) for le, n in counted.gap_buckets.items())
+    if not bounds or bounds[-1][1] < 100:
+        return None
+    total = bounds[-1][1]
+    at = {share: next(le for le, n in bounds if n >= share * total) for share in (0.5, 0.95)}
+    return at[0.95] / at[0.5] if at[0.95] != float("inf") else 2 * UNEVEN
+
+
+def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
+    """The verdict, in one sentence or two."""
+    main, bound, have = found[0] if found else None, pricing.source == "bound", f"{state.length:.2f}"
+    if pricing.source is None:
+        told = f"You have {have} tokens a round; what you need is not known"
+        told += " (give --plain-tokens-per-s, or --cost FILE)"
+    else:
+        need = f"{'at least ' * bound}{pricing.need:.2f} tokens a round, you have {have}"
+        if state.length < MARGIN * pricing.need:
+            k, off = pricing.best[0], next((batch for batch, k in pricing.table if k == 0), None)
+            use = f"use k = {k}" + (f", and none from {off} clients on" if off else "")
+            told = f"You need {need}: {use if k else 'turn it off at this load'}"
+        elif not bound:
+            told = f"Speculation pays ({pricing.speedup:.2f} times plain decoding): you need {need}"
+        else:
+            hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
+            told = f"You need {need}{hint}"
+    return told if main is None else f"{told}. {main.sentence}"
 
 
 def read_costs(path: Path) -> RoundCost:
@@ -53,22 +224,22 @@ def diagnose(counted: Counted, cost: RoundCost | None = None, plain_tokens_per_s
     """Explain an engine's speculation from its counters."""
     state = state_of(counted)
     if state is None:
-        fault = faults.undrafted(counted)
-        return Diagnosis(counted.engine, fault.sentence, (fault,), tokens=counted.tokens)
+        why = undrafted(counted)
+        return Diagnosis(counted.engine, why.sentence, (why,), tokens=counted.tokens)
     if cost is None and counted.pass_costs:
         gap = state.overhead_s or 0.0
         passes = sorted((int(rows), seconds) for rows, seconds in counted.pass_costs.items())
         cost = RoundCost(Curve(passes), gap=Gap(gap, gap))
     pricing = Pricing(state, cost, plain_tokens_per_s)
-    found = tuple(faults.find(state, pricing))
+    found = tuple(find(state, pricing))
     known: dict[str, Any] = {}
     if pricing.source is not None:
-        need, (best, speed) = pricing.need, pricing.best
-        known = {"need": need, "need_is": pricing.source, "speedup": pricing.speedup, "by_batch": pricing.table}
-        known |= {} if pricing.source == "bound" else {"best_k": best, "best_speedup": speed}
+        known = {"need": pricing.need, "need_is": pricing.source, "speedup": pricing.speedup, "by_batch": pricing.table}
+    if pricing.source not in (None, "bound"):
+        known["best_k"], known["best_speedup"] = pricing.best
     return Diagnosis(
         counted.engine,
-        faults.verdict(state, pricing, found),
+        verdict(state, pricing, found),
         found,
         state.k,
         state.length,

@@ -75,24 +75,17 @@ def state_of(counted: Counted) -> State | None:
     places = sorted(((int(p), n) for p, n in counted.accepted_per_pos.items()))
     survival = tuple(n / drafts for _, n in places) if places else _geometric(length, round(k))
     survival += (0.0,) * (round(k) - len(survival))  # places at which no token was accepted
-    total = sum(counted.undrafted.values()) + drafts
-    passes = counted.passes
+    total, passes = sum(counted.undrafted.values()) + drafts, counted.passes
     batch = total / passes if passes and counted.stages and counted.undrafted else counted.running or 1.0
     rounds = total if counted.undrafted else counted.gaps or drafts
     made = State(counted, k, length, survival, max(1.0, batch), drafted=min(1.0, drafts / rounds))
-    whole = sum(counted.stages.values())
-    if passes and whole:
-        parts = {name: seconds / passes for name, seconds in counted.stages.items()}
-        draft, target = parts.get("draft", 0.0), parts.get("target", 0.0)
-        rest = whole / passes - draft - target
-        return replace(made, round_s=whole / passes, draft_s=draft, target_s=target, overhead_s=rest)
+    if passes and (whole := sum(counted.stages.values()) / passes):
+        draft, target = (counted.stages.get(name, 0.0) / passes for name in ("draft", "target"))
+        return replace(made, round_s=whole, draft_s=draft, target_s=target, overhead_s=whole - draft - target)
     if counted.gaps and counted.gap_seconds:
         return replace(made, round_s=counted.gap_seconds / counted.gaps)
-    if counted.decode_seconds and counted.tokens:
-        return replace(made, round_s=length * counted.decode_seconds / counted.tokens)
-    if counted.seconds and counted.tokens:
-        return replace(made, round_s=length * made.batch * counted.seconds / counted.tokens)
-    return made
+    seconds = counted.decode_seconds or made.batch * (counted.seconds or 0.0)
+    return replace(made, round_s=length * seconds / counted.tokens) if seconds and counted.tokens else made
 
 
 def _geometric(length: float, k: int) -> tuple[float, ...]:

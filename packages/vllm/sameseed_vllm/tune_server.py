@@ -20,8 +20,8 @@ from sameseed.cost.round import PAYS, RoundCost
 from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
+from sameseed.plan.doctor import flags_of
 from sameseed.plan.engines import EngineCosts, EnginePass
-from sameseed.plan.faults import length_flags
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import state_of
 from sameseed.report import record
@@ -180,11 +180,11 @@ def next_run(costs: EngineCosts) -> str | None:
     if not any(0 in ran for ran in widths):
         return "without a draft (leave --speculative-config out)"
     if not any(ran - {0} for ran in widths):
-        return f"with a draft ({length_flags('vllm', 4)[0]})"
+        return f"with a draft ({flags_of('vllm', '{length}', best=4)[0]})"
     if not any(0 in ran and len(ran) > 1 for ran in widths):
         return "at the same --batch, with a draft and without"
     unseen = sorted({r.k for r in best_of(rows_of(costs)).values() if not r.measured})
-    return f"with {length_flags('vllm', unseen[-1])[0]} (computed so far, not run)" if unseen else None
+    return f"with {flags_of('vllm', '{length}', best=unseen[-1])[0]} (computed so far, not run)" if unseen else None
 
 
 def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
