@@ -1,23 +1,27 @@
 """The settings of the grid: the speed that each promises, from costs and acceptance, and which settings run.
 
-Passes are timed without a text, and a short run of each draft counts what is accepted (`trials.py`). Both predict every
-setting of the grid, by the mean round; the race that follows decides.
+Passes are timed without a text, and a short run of each draft counts what is accepted. Both predict every setting, by
+the mean round; the race that follows decides.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sameseed import ops
 from sameseed.config import SpecConfig, draft_text
 from sameseed.cost import experts
-from sameseed.cost.round import NOTHING, RoundCost, best, expected, lengths_by_batch
+from sameseed.cost.round import NOTHING, Drafted, RoundCost, best, expected, lengths_by_batch
 from sameseed.engine.build import check_parts
 from sameseed.engine.calibrate import measure_engine, measure_rounds
 from sameseed.engine.engine import Engine
@@ -30,14 +34,68 @@ from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
 from sameseed.plan.grid import LONGEST, Setting, TuneRequest, draft_specs, lengths_of, sizes_of, tried
 from sameseed.plan.race import OFF, Contestant
-from sameseed.plan.trials import Trial, TrialRun
-from sameseed.tuned import Loser
+from sameseed.tuned import AcceptRates, Loser
 
 SURVIVORS = 6  # drafting settings that run, beside plain decoding
 PER_DRAFT = 2  # at most so many of them with the same draft
 PROBE = 16  # tokens of the text that says how fast plain decoding is
 TRIED = 12  # most prompts of a draft's trial
 Tell = Callable[[str, int, int], None]  # (stage, number done, total)
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """The rounds of one run, without the first of each output, which the prompt's pass decides.
+
+    `drafts` int [n, 2]: drafted and accepted tokens of each round with a draft. `shares`: for each drafter that is
+    asked in turn, the share of rounds with a draft of its own.
+    """
+
+    num_rounds: int
+    drafts: NDArray[np.int64]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, run: Run, in_turn: bool) -> TrialRun:
+        """`in_turn`: does the drafter ask others in turn, which have counts of their own?"""
+        num_rounds = max(1, run.metrics.num_rounds - len(run.completions))
+        pairs = [pair for done in run.completions for pair in done.metrics.spec.rounds or ()]
+        counts = [m.num_drafts for m in run.levels.values()] if in_turn else [len(pairs)]
+        return cls(num_rounds, np.array(pairs, np.int64).reshape(-1, 2), tuple(n / num_rounds for n in counts))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a draft brings, counted in short runs, by draft tokens (nodes of a tree).
+
+    The longest run of a chain tells for shorter ones too: cut to k tokens, a round drafts and accepts at most k. Trees
+    are not cut, so each of their sizes runs.
+    """
+
+    runs: Mapping[int, TrialRun]
+
+    def _cut(self, k: int) -> tuple[TrialRun, NDArray[np.int64]]:
+        """The shortest run with drafts of at least `k` tokens, and its drafts cut to them."""
+        run = self.runs[min((size for size in self.runs if size >= k), default=max(self.runs))]
+        return run, np.minimum(run.drafts, k)
+
+    def drafted(self, k: int) -> Drafted:
+        """The mean round with drafts of at most `k` tokens, for `expected`."""
+        run, drafts = self._cut(k)
+        counts = np.bincount(drafts[:, 0], minlength=1)
+        counts[0] = run.num_rounds - len(drafts)
+        steps = min(float(drafts[:, 0].mean()), LONGEST) if len(drafts) else 0.0
+        accepted = float(drafts[:, 1].sum()) / run.num_rounds
+        return Drafted(accepted, tuple((counts / run.num_rounds).tolist()), tuple((s, steps) for s in run.shares))
+
+    def rates(self, k: int) -> AcceptRates:
+        """How often each place of drafts of at most `k` tokens was accepted."""
+        run, drafts = self._cut(k)
+        accepted = drafts[:, 1]
+        alive = [run.num_rounds, *(int((accepted > i).sum()) for i in range(int(accepted.max(initial=0))))]
+        conditional = tuple(now / before for before, now in pairwise(alive))
+        marginal = tuple(n / run.num_rounds for n in alive[1:])
+        return AcceptRates(conditional, marginal, 1.0 + float(accepted.sum()) / run.num_rounds, run.num_rounds)
 
 
 class TargetBench:
@@ -48,9 +106,11 @@ class TargetBench:
     ) -> None:
         """Raises what LLM raises for a draft or a format that does not fit."""
         self.asked, self.format, self.kv_format = asked, form, kv_form
-        self.specs = list(specs)
+        self.ways = {self.setting(spec).way: spec for spec in specs}
         self.settings = {**asked.settings, "format": form, "kv_format": kv_form, "max_num_seqs": max(asked.batches)}
-        self._arms = {s.label: Arm(s.label, s.spec) for s in self._settings()}
+        every = [SpecConfig(), *(one for spec in specs for one in lengths_of(spec))]
+        labels = {self.setting(spec, threads).label: spec for spec in every for threads in asked.threads}
+        self._arms = {label: Arm(label, spec) for label, spec in labels.items()}
         self.bench = Bench(asked.model, list(self._arms.values()), self.settings, load)
         self.jobs, self.held_out = (
             [job for batch in self.bench.workload("tune", prompts, asked.params).batches() for job in batch]
@@ -63,30 +123,19 @@ class TargetBench:
         self.mean_tokens = float(asked.params.max_tokens)  # mean tokens of a text
         self.mean_prompt = sum(len(prompt) for prompt, _ in self.jobs) / len(self.jobs)
 
-    def seconds_of_text(self) -> float:
-        """Seconds that plain decoding of one prompt takes: the least of three short runs."""
-        plain, (prompt, params) = next(self._settings()), self.jobs[0]
-        runs = [Run() for _ in range(3)]
-        for run in runs:
-            run_batch(self.engine(plain), [(prompt, replace(params, max_tokens=min(PROBE, params.max_tokens)))], run)
-        return min(run.seconds / max(1, run.num_tokens) for run in runs) * params.max_tokens
-
-    def _setting(self, spec: SpecConfig, threads: int | None) -> Setting:
-        return Setting(self.format, self.kv_format, spec, threads)
-
-    def _contestant(self, setting: Setting) -> Contestant:
-        return Contestant(setting, partial(self.engine, setting), self.jobs)
-
-    def _settings(self) -> Iterator[Setting]:
-        for threads in self.asked.threads:
-            yield self._setting(SpecConfig(), threads)
-            for spec in self.specs:
-                yield from (self._setting(one, threads) for one in lengths_of(spec))
-
     @property
     def name(self) -> str:
         """The formats, for display."""
-        return self._setting(SpecConfig(), None).formats or "auto"
+        return self.setting(SpecConfig()).formats or "auto"
+
+    @property
+    def context(self) -> float:
+        """Mean cached tokens of a sequence."""
+        return self.mean_prompt + self.mean_tokens / 2
+
+    def setting(self, spec: SpecConfig, threads: int | None = None) -> Setting:
+        """A draft with this target."""
+        return Setting(self.format, self.kv_format, spec, threads)
 
     def engine(self, setting: Setting) -> Engine:
         """The engine that decodes with this setting; its number of threads is set, too."""
@@ -94,59 +143,60 @@ class TargetBench:
             ops.set_num_threads(setting.threads)
         return self.bench.install(self._arms[setting.label])
 
+    def seconds_of_text(self) -> float:
+        """Seconds that plain decoding of one prompt takes: the least of three short runs."""
+        plain, (prompt, params) = self.setting(SpecConfig(), self.asked.threads[0]), self.jobs[0]
+        runs = [Run() for _ in range(3)]
+        for run in runs:
+            run_batch(self.engine(plain), [(prompt, replace(params, max_tokens=min(PROBE, params.max_tokens)))], run)
+        return min(run.seconds / max(1, run.num_tokens) for run in runs) * params.max_tokens
+
     def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
         """Predict every setting of this format; costs and acceptance are measured once for each draft.
 
         A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
         """
-        for i, spec in enumerate(self.specs):
-            way = self._setting(spec, None).way
+        for i, (way, spec) in enumerate(self.ways.items()):
             if self.trials and time.perf_counter() > end:
                 lost.append(no_time(f"{way}, {self.name}", self.asked))
                 continue
-            tell(f"{self.name}: trying {way}", i, len(self.specs))
-            self.trials[way] = self._trial(spec)
-        found = [p for threads in self.asked.threads for p in self._promised(threads, tell, end, lost)]
-        longest = max(len(prompt) for prompt, _ in self.jobs) + self.asked.params.max_tokens
-        known: dict[str, int] = {}
-        for prospect in found:
-            way = prospect.setting.way
-            if way not in known:
-                config = make_config(prospect.setting.spec, **self.settings)
-                demands = check_parts(resolve_model(self.asked.model), config).demands
-                blocks = -(-longest // config.cache.block_size) * self.asked.looked_at[-1]
-                known[way] = sum(d.weights + d.states + blocks * d.block for d in demands)
-            prospect.num_bytes = known[way]
-        return found
+            tell(f"{self.name}: trying {way}", i, len(self.ways))
+            self.trials[way] = self.trial(spec)
+        return [p for threads in self.asked.threads for p in self._promised(threads, tell, end, lost)]
 
-    def _trial(self, spec: SpecConfig) -> Trial:
+    def trial(self, spec: SpecConfig) -> Trial:
         """Run a draft on a few prompts, as many at once as the largest batch."""
         runs = {}
         for one in tried(spec):
-            run = Run()
-            run_batch(self.engine(self._setting(one, self.asked.threads[0])), [self.jobs[i] for i in self.tried], run)
+            run, setting = Run(), self.setting(one, self.asked.threads[0])
+            run_batch(self.engine(setting), [self.jobs[i] for i in self.tried], run)
             runs[one.num_draft_tokens] = TrialRun.of(run, bool(Level.of(spec).in_turn))
             self.mean_tokens = run.num_tokens / len(run.completions)
         if not self.trials:
             self.config = experts.count(self.bench.llm.engine.runner, resolve_model(self.asked.model), run.completions)
-        return Trial(runs, LONGEST)
+        return Trial(runs)
 
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
         """Measured costs of rounds with a draft; of drafters asked in turn, each one's proposals are measured alone."""
-        engine = self.engine(self._setting(lengths_of(spec)[0] if spec.method != "none" else spec, threads))
-        own = measure_engine(engine, 1.0)
-        prompt = self._prompt(engine)
-        below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
-        each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below] or [own]
-        return RoundCost(experts.in_texts(own.target, self.config), tuple(each), own.gap, prompt)
-
-    def _prompt(self, engine: Engine) -> Callable[[float], float]:
-        """Seconds of the target's passes over a prompt: the less of two prompts that were read."""
-        reads = []
-        for prompt, params in self.jobs[:2]:
+        engine = self.engine(self.setting(lengths_of(spec)[0] if spec.method != "none" else spec, threads))
+        own, reads = measure_engine(engine, 1.0), list[float]()
+        for prompt, params in self.jobs[:2]:  # of which the quicker one tells how long prompts take
             run_batch(engine, [(prompt, replace(params, max_tokens=1, min_tokens=0))], run := Run())
             reads.append(run.seconds / len(prompt))
-        return lambda tokens: min(reads) * tokens
+        below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
+        each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below] or [own]
+        passes = experts.in_texts(own.target, self.config)
+        return RoundCost(passes, tuple(each), own.gap, lambda tokens: min(reads) * tokens)
+
+    def _contestants(self, specs: Seq[SpecConfig], threads: int | None) -> list[Contestant]:
+        """Settings that differ in draft length alone, with their bytes."""
+        longest = max(len(prompt) for prompt, _ in self.jobs) + self.asked.params.max_tokens
+        config = make_config(specs[0], **self.settings)
+        blocks = -(-longest // config.cache.block_size) * self.asked.looked_at[-1]
+        demands = check_parts(resolve_model(self.asked.model), config).demands
+        num_bytes = sum(d.weights + d.states + blocks * d.block for d in demands)
+        settings = [self.setting(spec, threads) for spec in specs]
+        return [Contestant(s, partial(self.engine, s), self.jobs, num_bytes=num_bytes) for s in settings]
 
     def _promised(self, threads: int | None, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
         """Predict all settings with this number of threads, plain decoding first.
@@ -154,18 +204,15 @@ class TargetBench:
         The costs of each draft come from another moment of the machine, whose speed drifts. So a draft's prediction is
         its speed-up over plain decoding at that moment. Plain decoding itself takes its median over the moments.
         """
-        plain = self._contestant(self._setting(SpecConfig(), threads))
-        measured = [spec for spec in self.specs if self._setting(spec, None).way in self.trials]
-        found: list[tuple[SpecConfig, RoundCost]] = []
-        for i, spec in enumerate(measured):
-            tell(f"{self.name}: costs of {self._setting(spec, threads).way}", i, len(measured))
-            way = self._setting(spec, None).way
-            if found and time.perf_counter() > end:
+        costs: dict[str, RoundCost] = {}
+        for i, way in enumerate(self.trials):
+            if costs and time.perf_counter() > end:
                 lost.append(no_time(f"{way}, {self.name}", self.asked))
                 continue
-            self.costs[way, threads] = self._cost(spec, threads)
-            found.append((spec, self.costs[way, threads]))
-        moments = [cost for _, cost in found] or [self._cost(SpecConfig(), threads)]
+            tell(f"{self.name}: costs of {way}", i, len(self.trials))
+            costs[way] = self.costs[way, threads] = self._cost(self.ways[way], threads)
+        moments = [*costs.values()] or [self._cost(SpecConfig(), threads)]
+        found = plain, *_ = self._contestants([SpecConfig()], threads)
         for batch in self.asked.batches:
             rounds = [expected(cost, NOTHING, 0, batch, self.context) for cost in moments]
             speeds = [
@@ -173,27 +220,22 @@ class TargetBench:
                 for cost, x in zip(moments, rounds, strict=True)
             ]
             plain.promised[batch], plain.rounds[batch] = median(speeds), rounds[0]
-        return [plain, *(p for spec, cost in found for p in self.promised(spec, cost, plain, threads))]
+        for way, cost in costs.items():
+            found += self.promised(way, cost, plain, threads)
+        return found
 
-    @property
-    def context(self) -> float:
-        """Mean cached tokens of a sequence."""
-        return self.mean_prompt + self.mean_tokens / 2
-
-    def promised(self, spec: SpecConfig, cost: RoundCost, plain: Contestant, threads: int | None) -> list[Contestant]:
+    def promised(self, way: str, cost: RoundCost, plain: Contestant, threads: int | None) -> list[Contestant]:
         """Predict all lengths of a draft with `cost`, prompts included, by the tokens/s predicted for `plain`."""
-        found, trial = [], self.trials[self._setting(spec, None).way]
-        for one in lengths_of(spec):
-            prospect = self._contestant(self._setting(one, threads))
+        spec, trial = self.ways[way], self.trials[way]
+        found = self._contestants(lengths_of(spec), threads)
+        for prospect in found:
             for batch in self.asked.batches:
-                k = one.num_draft_tokens
-                if one.policy == "goodput":
+                k = prospect.setting.spec.num_draft_tokens
+                if prospect.setting.spec.policy == "goodput":
                     k = best(cost, trial, sizes_of(spec), batch, self.context)[0]
                 x = prospect.rounds[batch] = expected(cost, trial, k, batch, self.context)
                 before, after = (batch * cost.prompt(self.mean_prompt, use) for use in (False, k > 0))
-                speedup = x.whole(before, after, self.mean_tokens)
-                prospect.promised[batch] = speedup * plain.promised[batch]
-            found.append(prospect)
+                prospect.promised[batch] = x.whole(before, after, self.mean_tokens) * plain.promised[batch]
         return found
 
     def lengths(self, setting: Setting) -> tuple[tuple[int, int], ...]:
@@ -239,7 +281,7 @@ def load_targets(
             made.append(TargetBench(asked, form, kv_form, fitting, load))
         except SameseedError as error:
             lost.append(Loser({"setting": f"{form}, cache {kv_form}"}, "impossible", note=str(error)))
-    if not made or (specs and not any(bench.specs for bench in made)):
+    if not made or (specs and not any(bench.ways for bench in made)):
         what = "nothing fits" if not made else "none of the drafts fits this target"
         raise ConfigError(f"{what}: " + "; ".join(dict.fromkeys(f"{x.settings['setting']}: {x.note}" for x in lost)))
     return made

@@ -22,10 +22,9 @@ from sameseed.measure.quality.data import take
 from sameseed.measure.workload import check_batches
 from sameseed.models.loader import resolve_model
 from sameseed.plan import quality
-from sameseed.plan.candidates import TargetBench, Tell, load_targets, no_time, survivors
+from sameseed.plan.candidates import TargetBench, Tell, Trial, load_targets, no_time, survivors
 from sameseed.plan.grid import Setting, TuneRequest, options_of, tried
 from sameseed.plan.race import Contestant, anew, first_rung, missed, race, ratio
-from sameseed.plan.trials import Trial
 from sameseed.report import record
 from sameseed.tuned import AcceptRates, Chosen, Loser, Scope, Tuned, TunedFigure, TunedMachine, TunedModel
 
@@ -66,15 +65,8 @@ class TuneOutcome:
         return self.order[0]
 
     def speedup(self, contestant: Contestant, batch: int | None = None) -> TunedFigure:
-        """Measured speed-up over plain decoding in the first format.
-
-        At one batch size, or over those by which the objective judges.
-        """
+        """Measured speed-up over plain decoding in the first format; None: over the batch sizes of the objective."""
         return ratio(contestant, self.plain, self.asked.looked_at if batch is None else (batch,))
-
-    def error(self, contestant: Contestant, batch: int) -> float:
-        """Predicted over measured speed-up, less 1."""
-        return contestant.over(self.plain, batch).value / self.speedup(contestant, batch).value - 1.0
 
 
 def tune(asked: TuneRequest, load: Callable[..., Any], tell: Tell = lambda stage, done, total: None) -> TuneOutcome:
@@ -174,8 +166,8 @@ def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: 
         small = replace(small, batches=tuple(b for b in small.batches if b != max(small.batches)))
     for target in targets:
         target.asked = small
-        each = text * sum(len(tried(spec)) for spec in target.specs) / max(small.batches)  # all trials of a prompt
-        num_prompts = max(2, min(len(target.tried), int(TRIAL_SHARE * left / len(targets) / max(each, 1e-9))))
+        runs = sum(len(tried(spec)) for spec in target.ways.values()) / max(small.batches)  # all trials of a prompt
+        num_prompts = max(2, min(len(target.tried), int(TRIAL_SHARE * left / len(targets) / max(text * runs, 1e-9))))
         target.tried = take(target.tried, num_prompts)
     return small
 
@@ -221,16 +213,17 @@ def differing(runners: Seq[Contestant]) -> list[str]:
 
 def as_tuned(found: TuneOutcome) -> Tuned:
     """The profile that `serve --profile` reads."""
-    asked, best = found.asked, found.best
-    setting = best.setting
+    asked, best, setting = found.asked, found.best, found.best.setting
     spec, drafting = setting.spec, not setting.plain
     batches = sorted(asked.batches)
-    name = "speedup_batch_{}"
-    predicted = {name.format(b): replace(best.over(found.plain, b), error=found.error(best, b)) for b in batches}
-    measured = {name.format(b): found.speedup(best, b) for b in batches}
+    measured = {f"speedup_batch_{b}": found.speedup(best, b) for b in batches}
+    promised = {f"speedup_batch_{b}": best.over(found.plain, b) for b in batches}
+    predicted = {name: replace(x, error=x.value / measured[name].value - 1.0) for name, x in promised.items()}
     measured |= {f"tokens_per_s_batch_{b}": TunedFigure(*(3 * (best.tokens_per_s(b),))) for b in batches}
     trial = found.trials.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
+    prompts = [len(prompt) for prompt, _ in found.plain.jobs[: len(asked.prompts)]]
+    tokens = [len(text) for text in found.plain.texts.values()]
     return Tuned(
         machine=_machine(asked, setting),
         model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),
@@ -246,7 +239,16 @@ def as_tuned(found: TuneOutcome) -> Tuned:
             threads=setting.threads,
             by_batch=found.by_batch,
         ),
-        scope=_scope(found),
+        scope=Scope(
+            _digest(asked.prompts),
+            len(asked.prompts),
+            tuple(sorted({p.domain for p in asked.prompts if p.domain})),
+            (min(prompts), max(prompts)),
+            (min(tokens), max(tokens)),
+            (asked.params.temperature,),
+            tuple(sorted(asked.batches)),
+            max(prompts) + max(tokens),
+        ),
         predicted=predicted,
         measured=measured,
         quality={} if ratios is None else {"perplexity_ratio": ratios},
@@ -265,23 +267,6 @@ def _machine(asked: TuneRequest, setting: Setting) -> TunedMachine:
 
 def _digest(prompts: Seq[Prompt]) -> str:
     return store.digest({"prompts": [p.facts for p in prompts]})
-
-
-def _scope(found: TuneOutcome) -> Scope:
-    """The scope of the profile: prompts, lengths and loads that were tried."""
-    asked = found.asked
-    prompts = [len(prompt) for prompt, _ in found.plain.jobs[: len(asked.prompts)]]
-    tokens = [len(text) for text in found.plain.texts.values()]
-    return Scope(
-        _digest(asked.prompts),
-        len(asked.prompts),
-        tuple(sorted({p.domain for p in asked.prompts if p.domain})),
-        (min(prompts), max(prompts)),
-        (min(tokens), max(tokens)),
-        (asked.params.temperature,),
-        tuple(sorted(asked.batches)),
-        max(prompts) + max(tokens),
-    )
 
 
 def losers(found: TuneOutcome) -> list[Loser]:

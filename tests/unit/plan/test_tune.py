@@ -18,11 +18,10 @@ from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
-from sameseed.plan.candidates import TargetBench, load_targets, survivors
+from sameseed.plan.candidates import TargetBench, Trial, TrialRun, load_targets, survivors
 from sameseed.plan.grid import Bound, Setting, TuneRequest, draft_specs, lengths_of, options_of, parse_slo
 from sameseed.plan.profile_file import write
 from sameseed.plan.race import Contestant, missed, race, ratio
-from sameseed.plan.trials import Trial, TrialRun
 from sameseed.request import SamplingParams
 from sameseed.tuned import Chosen, Scope, Tuned, TunedFigure, TunedModel
 
@@ -189,7 +188,9 @@ def test_what_is_best_is_what_was_aimed_at(objective, slo, winner):
 
 
 def test_a_small_budget_is_refused_before_anything_is_measured():
-    slow = SimpleNamespace(seconds_of_text=lambda: 2.0, specs=[SpecConfig("ngram")], tried=list(range(12)), asked=None)
+    slow = SimpleNamespace(
+        seconds_of_text=lambda: 2.0, ways={"ngram": SpecConfig("ngram")}, tried=list(range(12)), asked=None
+    )
     with pytest.raises(ConfigError, match="--seconds 60 or more"):
         tune._within(asked(seconds=40.0), [slow], 15.0, [])
     lost = []
@@ -286,19 +287,19 @@ def test_a_profile_is_checked_for_what_it_was_tuned_for(tmp_path, capsys):
 def test_by_hand():
     # Four rounds: one without a draft, three with drafts of 4, 4 and 2 tokens, of which 3, 0 and 2 were right.
     run = TrialRun(4, np.array([[4, 3], [4, 0], [2, 2]]), (0.75,))
-    trial = Trial({4: run}, 8)
+    trial = Trial({4: run})
     assert trial.drafted(4) == Drafted(5 / 4, (1 / 4, 0.0, 1 / 4, 0.0, 2 / 4), ((0.75, 10 / 3),))
     assert trial.drafted(1) == Drafted(2 / 4, (1 / 4, 3 / 4), ((0.75, 1.0),))
     rates = trial.rates(2)
     assert rates.marginal_accept_rates == (0.5, 0.5) and rates.conditional_accept_rates == (0.5, 1.0)
     assert (rates.mean_accept_length, rates.num_samples) == (2.0, 4)
-    none = Trial({4: TrialRun(3, np.zeros((0, 2), np.int64), (0.0,))}, 8)
+    none = Trial({4: TrialRun(3, np.zeros((0, 2), np.int64), (0.0,))})
     assert none.drafted(4) == Drafted(0.0, (1.0,), ((0.0, 0.0),)) and none.rates(4).mean_accept_length == 1.0
 
 
 def test_each_size_of_a_tree_has_a_run_of_its_own():
     runs = {k: TrialRun(2, np.array([[k, 1], [k, k // 4]]), (1.0,)) for k in (4, 16)}
-    trial = Trial(runs, 8)
+    trial = Trial(runs)
     assert (trial.drafted(4).accepted, trial.drafted(16).accepted) == (1.0, 2.5)
     assert trial.drafted(16).rows == 16 and trial.drafted(16).levels == ((1.0, 8),), "no deeper than drafts are"
 
@@ -309,11 +310,11 @@ def test_a_trial_tells_what_shorter_runs_count(draft):
     request = TuneRequest("embedded", prompts, params, (draft,), batches=(2,))
     spec = draft_specs(request)[-1]
     target = TargetBench(request, "auto", "auto", [spec], LLM)
-    trial = target._trial(spec)
+    trial = target.trial(spec)
     assert target.mean_tokens <= 32 and all(sum(r.shares) <= 1.0 for r in trial.runs.values())
     for one in lengths_of(spec)[:-1]:
         run = Run()
-        run_batch(target.engine(target._setting(one, None)), target.jobs, run)
+        run_batch(target.engine(target.setting(one)), target.jobs, run)
         decided = run.metrics.num_rounds - len(run.completions)
         found = trial.drafted(one.num_draft_tokens)
         assert found.accepted == pytest.approx(run.metrics.num_accepted_tokens / decided, abs=0.5)
