@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,7 @@ def run(parsed: Parsed[EstimateArgs]) -> int:
         raise ConfigError("give either a model or a shape by name, e.g. --shape llama-3.2-1b")
     found, source = _estimates(args)
     if args.json:
-        print(json.dumps({"machine": source, "estimates": [e.as_dict() for e in found]}))
+        print(json.dumps({"machine": source, "estimates": [asdict(e) for e in found]}))
         return 0
     console = Console(highlight=False)
     console.print(f"{args.model or args.shape} on {source}", markup=False, soft_wrap=True)
@@ -132,7 +133,7 @@ def _remarks(found: Seq[Estimate]) -> Iterator[str]:
             yield f"{e.format}: at most {e.memory.max_batch} texts of {e.context} tokens fit; more at once is theory"
         figure = _figure(e.ttft_s, 2)
         yield f"{e.format}: first token of a prompt of {e.prompt_tokens} after {figure} s ({e.ttft_s.grade})"
-        for draft, rows in e.by_batch.items():
+        for draft, rows in e.num_speculative_tokens_per_batch_size.items():
             lengths = ", ".join(f"from {first}: {k or 'off'}" for first, _, k in rows)
             yield f"{e.format}, {draft}: best length by texts at once: {lengths}"
     for draft, source in found[0].acceptance.items():

@@ -10,9 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
@@ -101,8 +100,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for one format of a model. `by_batch`: for each draft, the best lengths as (first, last, length).
+    """The estimate for one format of a model.
 
+    `num_speculative_tokens_per_batch_size` (vLLM's name): for each draft, the best lengths as (first, last, length).
     `acceptance`: for each draft, the source of its chances. `loss`: the likely loss of quality in words; "" for the
     checkpoint's own bits. `experts`: how many rows choose, and the source of that; "" for a model without them.
     """
@@ -111,7 +111,7 @@ class Estimate:
     context: int
     prompt_tokens: int
     speeds: tuple[DraftSpeed, ...]
-    by_batch: Mapping[str, tuple[tuple[int, int, int], ...]]
+    num_speculative_tokens_per_batch_size: Mapping[str, tuple[tuple[int, int, int], ...]]
     acceptance: Mapping[str, str]
     format: str
     kv_format: str
@@ -120,20 +120,13 @@ class Estimate:
     loss: str
     experts: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, with the tables by batch under vLLM's name."""
-        found = asdict(self)
-        found["num_speculative_tokens_per_batch_size"] = found.pop("by_batch")
-        return found
-
 
 def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
     """One estimate for each format. `machine`: its limits, or what was profiled of this model there.
 
     Raises ConfigError, ModelLoadError or RegistryError; also where not even one sequence fits in memory in any format.
     """
-    profile = machine if isinstance(machine, Profile) else None
-    limits = machine.limits if isinstance(machine, Profile) else machine
+    profile, limits = (machine, machine.limits) if isinstance(machine, Profile) else (None, machine)
     available = available_memory() if asked.available is None else asked.available
     found, misfits = [], []
     for target in _sheets(asked, profile):
@@ -149,10 +142,11 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
             misfits.append(too_small(needs, target, asked.model, asked.kv_format, context))
             continue
         cost = target.cost(limits) if profile is None else _profiled(profile, target)
-        most, lengths = max(TABLE, asked.sizes[-1]), {}
-        for d in drafts:
-            whole = replace(cost, levels=(d.steps,))
-            lengths[d.text] = lengths_by_batch(whole, d.acceptance.at(0.5), LENGTHS, most, context)
+        most = max(TABLE, asked.sizes[-1])
+        lengths = {
+            d.text: lengths_by_batch(replace(cost, levels=(d.steps,)), d.acceptance.at(0.5), LENGTHS, most, context)
+            for d in drafts
+        }
         found.append(
             Estimate(
                 asked.model,
@@ -177,12 +171,8 @@ def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
 def _profiled(profile: ShapeCosts, target: Sheet) -> RoundCost:
     """The costs that were profiled of this shape. Raises ConfigError where that shape, format or cache was not."""
     known, own = profile.shape, shape_as_dict("", target.config)
-    other = [
-        n
-        for n in own
-        if n not in ("name", "max_model_len", "architecture", "distinct_experts") and known.get(n) != own[n]
-    ]
-    if other:
+    counts = own.keys() - {"name", "max_model_len", "architecture", "distinct_experts"}
+    if other := [fact for fact in own if fact in counts and known.get(fact) != own[fact]]:
         raise ConfigError(
             f"the costs are of {known.get('name')}, whose {other[0]} is {known.get(other[0])} and not "
             f"{own[other[0]]}: profile this model (sameseed profile --model ... --json FILE)"

@@ -13,7 +13,6 @@ from sameseed.errors import ConfigError
 from sameseed.kvcache.state import state_bytes
 from sameseed.measure.passes import BLOCK_SIZE
 from sameseed.measure.profiler import LOADING_BYTES
-from sameseed.models.config import ModelConfig
 from sameseed.plan.outlook import DraftPlan
 from sameseed.plan.paper import Sheet, sheet
 from sameseed.tuned import TunedFigure
@@ -44,11 +43,6 @@ class Memory:
     max_batch: int
 
 
-def passing(config: ModelConfig) -> int:
-    """Approximate bytes that a pass holds at one time: rows of a prompt, and the logits of the largest draft."""
-    return pass_bytes(config, MAX_NUM_ROWS, MAX_NODES + 1)
-
-
 def memory(
     target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int], is_free: bool = True
 ) -> Memory:
@@ -60,7 +54,8 @@ def memory(
     program = 0 if is_free else process
     draft_weights = max((d.weights for d in drafts), default=0)
     row = target.row + max((d.row for d in drafts), default=0)
-    weights, scratch = target.weights + draft_weights, passing(target.config)
+    # Of a pass: rows of a prompt, and the logits of the largest draft.
+    weights, scratch = target.weights + draft_weights, pass_bytes(target.config, MAX_NUM_ROWS, MAX_NODES + 1)
     room, state = available - program - weights - scratch, state_bytes(target.config.state_shapes)
     limit = target.config.max_model_len
     longest = {b: max(0, min(limit, (room // b - state) // row // BLOCK_SIZE * BLOCK_SIZE)) for b in batches}
@@ -76,8 +71,8 @@ def memory(
 
 def too_small(found: Memory, target: Sheet, model: str, kv_format: str, context: int) -> ConfigError:
     """The error where not one sequence of the asked context fits; its text says what would fit."""
-    takes = found.program + found.weights + found.draft_weights + passing(target.config)
-    takes += state_bytes(target.config.state_shapes)
+    takes = found.program + found.weights + found.draft_weights + state_bytes(target.config.state_shapes)
+    takes += pass_bytes(target.config, MAX_NUM_ROWS, MAX_NODES + 1)
     said = f"{target.name} takes {takes / GIB:.2f} GiB before any cache, a text of {context} tokens "
     said += f"{context * found.cache_per_token / GIB:.2f} GiB, and {found.available / GIB:.2f} GiB are there: "
     longest = max(found.max_context.values())

@@ -24,18 +24,17 @@ def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., A
 
     Raises ConfigError for a text that is too short to tell anything.
     """
-    text = asked.quality_text or held_out()
-    own = next((t.bench.llm for t in targets if (t.format, t.kv_format) == ("auto", "auto")), None)
+    text = asked.quality_text or "\n\n".join(p.said for file in HELD_OUT for p in read_prompts(file))
+
+    def of(llm: Any, name: str) -> Perplexity:
+        return perplexity(llm, text, WINDOW, STRIDE, asked.quality_tokens, partial(tell, f"quality: {name}"))
+
     tell("quality: auto", 0, 1)
-    base = _perplexity(
-        own or load(asked.model, None, **{**asked.settings, "max_num_seqs": 1}), text, asked, tell, "auto"
-    )
+    own = next((t.bench.llm for t in targets if (t.format, t.kv_format) == ("auto", "auto")), None)
+    base = of(own or load(asked.model, None, **{**asked.settings, "max_num_seqs": 1}), "auto")
     found: Ratios = {}
     for target in targets:
-        if target.bench.llm is own:
-            found["auto", "auto"] = TunedFigure(1.0, 1.0, 1.0)
-            continue
-        mine = _perplexity(target.bench.llm, text, asked, tell, target.name)
+        mine = base if target.bench.llm is own else of(target.bench.llm, target.name)
         value, interval = ratio(mine, base, asked.params.seed or 0)
         if interval is None:
             raise ConfigError(
@@ -45,15 +44,6 @@ def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., A
             value, *(interval if math.isfinite(value) else (value, value))
         )
     return found
-
-
-def _perplexity(llm: Any, text: str, asked: TuneRequest, tell: Tell, name: str) -> Perplexity:
-    return perplexity(llm, text, WINDOW, STRIDE, asked.quality_tokens, partial(tell, f"quality: {name}"))
-
-
-def held_out() -> str:
-    """The text of the package's held-out prompts."""
-    return "\n\n".join(p.said for file in HELD_OUT for p in read_prompts(file))
 
 
 def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:

@@ -6,7 +6,6 @@ standard input, and writes its answer to standard output.
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import io
 import json
@@ -20,12 +19,30 @@ CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38
 # Prefixes of audit events that are refused; listing folders is looked at before. An in-memory database is harmless, but
 # ATTACH and VACUUM INTO write any file without an audit event.
-REFUSED = ["os.", "subprocess.", "pty.", "shutil.", "tempfile.", "socket.", "ctypes.", "sqlite3.", "_thread.", "fcntl."]
-REFUSED += ["winreg.", "syslog.", "signal.pthread_kill", "resource.setrlimit", "resource.prlimit"]
-REFUSED += ["sys._current_frames", "sys.setprofile", "sys.settrace", "gc.get_objects", "gc.get_referrers"]
-REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing"}
-# These can write arbitrary files, or run code outside the hook, without an audit event.
-REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter", "_interpreters", "_xxsubinterpreters"}
+REFUSED: tuple[str, ...] = (
+    "os.",
+    "subprocess.",
+    "pty.",
+    "shutil.",
+    "tempfile.",
+    "socket.",
+    "ctypes.",
+    "sqlite3.",
+    "fcntl.",
+)
+REFUSED += ("signal.pthread_kill", "resource.setrlimit", "resource.prlimit")
+# Modules that can write any file, or start a process, without an audit event.
+REFUSED_MODULES = {
+    "_posixsubprocess",
+    "_ctypes",
+    "_socket",
+    "_multiprocessing",
+    "readline",
+    "_gdbm",
+    "_dbm",
+    "_tkinter",
+}
+REFUSED_MODULES |= {"_interpreters", "_xxsubinterpreters"}
 READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
 
@@ -47,7 +64,7 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def watch(folder: str) -> None:
-    """Install an audit hook that refuses processes, threads, sockets, signals, databases, and files outside `folder`.
+    """Install an audit hook that refuses processes, sockets, signals, databases, and files outside `folder`.
 
     The hook cannot be removed. In `folder` files can be written, not moved or removed. Python's own files stay
     readable. `os.stat` has no audit event, so the program can ask whether a file exists elsewhere.
@@ -55,7 +72,6 @@ def watch(folder: str) -> None:
     library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
     own = os.path.realpath(folder)
     realpath, fspath, fsdecode, isinstance_, separator = os.path.realpath, os.fspath, os.fsdecode, isinstance, os.sep
-    refused = tuple(REFUSED)
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
     def inside(path: Any, roots: list[str]) -> bool:
@@ -76,25 +92,10 @@ def watch(folder: str) -> None:
         elif event in ("os.listdir", "os.scandir"):
             if not inside("." if args[0] is None else args[0], [own, *library]):
                 raise PermissionError(f"refused here: {event} {args[0]!r}")
-        elif event.startswith(refused):
+        elif event.startswith(REFUSED):
             raise PermissionError(f"refused here: {event}")
 
     sys.addaudithook(hook)
-
-
-def take_away() -> None:
-    """Remove functions without audit events: making special files, and starting threads (events since Python 3.12)."""
-
-    def no_thread(*args: Any, **named: Any) -> Any:
-        raise PermissionError("refused here: a thread")
-
-    for name in ("mknod", "mkfifo"):
-        for module in (os, sys.modules[os.name]):
-            if hasattr(module, name):
-                delattr(module, name)
-    for name in ("start_new_thread", "start_new", "start_joinable_thread"):
-        if hasattr(_thread, name):  # replaced, not deleted: `threading` needs these names when it is imported
-            setattr(_thread, name, no_thread)
 
 
 def main() -> None:
@@ -110,7 +111,9 @@ def main() -> None:
     watch(os.getcwd())
     for name in REFUSED_MODULES | {"ctypes"}:
         sys.modules.pop(name, None)
-    take_away()
+    for module in (os, sys.modules[os.name]):  # special files have no audit event
+        for name in {"mknod", "mkfifo"} & vars(module).keys():
+            delattr(module, name)
     write, leave, error = os.write, os._exit, ""  # saved now: a program may replace them in `os`
     try:
         runpy.run_path("program.py", run_name="program")

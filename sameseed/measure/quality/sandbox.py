@@ -1,11 +1,10 @@
 """Run generated code in its own process with hard limits: a guard against accidents, not against an attacker.
 
-The process has a fresh temporary folder, a minimal environment and only the standard library. It has limits of wall
-time, CPU time, address space, size of each file (not of all files together), open files and processes. It has no
-network (its own namespace, if the system allows one). An audit hook refuses processes, threads, sockets, signals,
-databases, and reading, writing and listing files outside its folder and Python's own. The hook does not hide whether a
-file exists elsewhere (`os.stat`). The process leads its own session, which is killed as a group. Code from a possibly
-hostile model still belongs in a container or a virtual machine.
+The process has a fresh temporary folder, a minimal environment, only the standard library, and limits of time, memory,
+size of each file (not of all files together), open files and processes. It has no network (its own namespace, if the
+system allows one). An audit hook (`_guard.py`) refuses processes, sockets, signals, databases, and files outside its
+folder and Python's own. The process leads its own session, which is killed as a group. Code from a possibly hostile
+model still belongs in a container or a virtual machine.
 """
 
 from __future__ import annotations

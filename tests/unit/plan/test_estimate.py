@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -194,9 +194,9 @@ def test_estimates_of_the_embedded_pair():
         assert e.memory.weights < e.memory.peak.low <= e.memory.peak.value <= e.memory.peak.high
         assert len(e.speeds) == 2 * (1 + len(drafts))
         assert all(f.grade and f.low <= f.value <= f.high for s in e.speeds for f in (s.tokens_per_s, s.speedup))
-        assert e.by_batch["suffix"][0][0] == 1
+        assert e.num_speculative_tokens_per_batch_size["suffix"][0][0] == 1
         assert "assumed" in e.acceptance["suffix"]
-        json.dumps(e.as_dict())
+        json.dumps(asdict(e))
     lighter = [e.memory.weights for e in found if e.memory]
     assert lighter == sorted(lighter, reverse=True)
 
