@@ -194,8 +194,7 @@ class Bench:
             key = tuple(tokens), repr(params)
             if key not in self._answers:
                 self.llm.engine.check(key[0])
-                run_batch(self.llm.engine, [(key[0], params)], run := Run())
-                self._answers[key] = run.completions[0].text
+                self._answers[key] = run_batch(self.llm.engine, [(key[0], params)]).completions[0].text
             return self._answers[key]
 
         encoded = []
@@ -212,13 +211,12 @@ class Bench:
 
         Returns the estimated seconds that one batch at full length takes, summed over all arms.
         """
-        batch, few, total = next(workload.batches()), min(WARMUP_TOKENS, workload.params.max_tokens), 0.0
-        for arm in self.arms:
-            run_batch(
-                self.install(arm), [(p, replace(s, max_tokens=few, min_tokens=0)) for p, s in batch], run := Run()
-            )
-            total += run.prefill + (run.seconds - run.prefill) * workload.params.max_tokens / few
-        return total
+        batch, times = (
+            shortened(next(workload.batches()), WARMUP_TOKENS),
+            max(1.0, workload.params.max_tokens / WARMUP_TOKENS),
+        )
+        runs = [run_batch(self.install(arm), batch) for arm in self.arms]
+        return sum(run.prefill + (run.seconds - run.prefill) * times for run in runs)
 
     def measure(
         self, workload: Workload, repeat: int, tick: Callable[[str], None] = lambda label: None
@@ -265,8 +263,17 @@ def _key(arm: Arm) -> object:
     return repr(spec)
 
 
-def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None] = lambda: None) -> None:
-    """Run prompts together to their end; add times and counts to `run`. `tick` is called when a prompt has ended."""
+def shortened(batch: Seq[Job], most: int) -> list[Job]:
+    """The same prompts with outputs of at most `most` tokens."""
+    return [(p, replace(s, max_tokens=min(most, s.max_tokens), min_tokens=0)) for p, s in batch]
+
+
+def run_batch(engine: Engine, batch: Seq[Job], run: Run | None = None, tick: Callable[[], None] = lambda: None) -> Run:
+    """Run prompts together to their end; add times and counts to `run` (None: a new one), which is returned.
+
+    `tick` is called when a prompt has ended.
+    """
+    run = run or Run()
     before = replace(engine.times)
     levels = [(name, metrics, metrics.copy()) for name, metrics in level_metrics(engine.drafter)]
     done: dict[str, Completion] = {}
@@ -296,3 +303,4 @@ def run_batch(engine: Engine, batch: Seq[Job], run: Run, tick: Callable[[], None
     run.prefill += max((c.metrics.time_to_first_token for c in completions), default=0.0)
     for completion in completions:
         run.metrics.add(completion.metrics.spec)
+    return run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -28,7 +28,7 @@ from sameseed.engine.engine import Engine
 from sameseed.engine.levels import Level
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, SameseedError
-from sameseed.measure.bench import Bench, Run, run_batch
+from sameseed.measure.bench import Bench, Run, run_batch, shortened
 from sameseed.measure.quality.data import take
 from sameseed.measure.workload import Arm
 from sameseed.models.loader import resolve_model
@@ -145,11 +145,9 @@ class TargetBench:
 
     def seconds_of_text(self) -> float:
         """Seconds that plain decoding of one prompt takes: the least of three short runs."""
-        plain, (prompt, params) = self.setting(SpecConfig(), self.asked.threads[0]), self.jobs[0]
-        runs = [Run() for _ in range(3)]
-        for run in runs:
-            run_batch(self.engine(plain), [(prompt, replace(params, max_tokens=min(PROBE, params.max_tokens)))], run)
-        return min(run.seconds / max(1, run.num_tokens) for run in runs) * params.max_tokens
+        engine, probe = self.engine(self.setting(SpecConfig(), self.asked.threads[0])), shortened(self.jobs[:1], PROBE)
+        runs = [run_batch(engine, probe) for _ in range(3)]
+        return min(run.seconds / max(1, run.num_tokens) for run in runs) * self.asked.params.max_tokens
 
     def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
         """Predict every setting of this format; costs and acceptance are measured once for each draft.
@@ -168,8 +166,8 @@ class TargetBench:
         """Run a draft on a few prompts, as many at once as the largest batch."""
         runs = {}
         for one in tried(spec):
-            run, setting = Run(), self.setting(one, self.asked.threads[0])
-            run_batch(self.engine(setting), [self.jobs[i] for i in self.tried], run)
+            engine = self.engine(self.setting(one, self.asked.threads[0]))
+            run = run_batch(engine, [self.jobs[i] for i in self.tried])
             runs[one.num_draft_tokens] = TrialRun.of(run, bool(Level.of(spec).in_turn))
             self.mean_tokens = run.num_tokens / len(run.completions)
         if not self.trials:
@@ -179,14 +177,13 @@ class TargetBench:
     def _cost(self, spec: SpecConfig, threads: int | None) -> RoundCost:
         """Measured costs of rounds with a draft; of drafters asked in turn, each one's proposals are measured alone."""
         engine = self.engine(self.setting(lengths_of(spec)[0] if spec.method != "none" else spec, threads))
-        own, reads = measure_engine(engine, 1.0), list[float]()
-        for prompt, params in self.jobs[:2]:  # of which the quicker one tells how long prompts take
-            run_batch(engine, [(prompt, replace(params, max_tokens=1, min_tokens=0))], run := Run())
-            reads.append(run.seconds / len(prompt))
+        own = measure_engine(engine, 1.0)
+        # The quicker of two prompts tells how long prompts take.
+        read = min(run_batch(engine, [job]).seconds / len(job[0]) for job in shortened(self.jobs[:2], 1))
         below = () if engine.drafter.owns else getattr(engine.drafter, "below", ())
         each = [measure_rounds(engine.runner.beside(captures=d.captures), d, 1.0) for d in below] or [own]
         passes = experts.in_texts(own.target, self.config)
-        return RoundCost(passes, tuple(each), own.gap, lambda tokens: min(reads) * tokens)
+        return RoundCost(passes, tuple(each), own.gap, lambda tokens: read * tokens)
 
     def _contestants(self, specs: Seq[SpecConfig], threads: int | None) -> list[Contestant]:
         """Settings that differ in draft length alone, with their bytes."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from sameseed.cost.round import Expected
 from sameseed.engine.engine import Engine
-from sameseed.measure.bench import Job, Run, run_batch
+from sameseed.measure.bench import Job, run_batch, shortened
 from sameseed.plan.grid import Setting, TuneRequest
 from sameseed.plan.outlook import Z90
 from sameseed.tuned import TunedFigure
@@ -72,8 +72,7 @@ class Contestant:
 
     def run(self, batch: int, members: Seq[int]) -> None:
         """Run these prompts together, and record tokens, times and texts."""
-        run = Run()
-        run_batch(self.engine(), [self.jobs[i] for i in members], run)
+        run = run_batch(self.engine(), [self.jobs[i] for i in members])
         self.tokens.setdefault(batch, []).append(run.num_tokens)
         self.seconds.setdefault(batch, []).append(run.seconds)
         self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token for c in run.completions)
@@ -82,11 +81,7 @@ class Contestant:
 
     def warm(self, members: Seq[int]) -> None:
         """Generate a few tokens unmeasured: the setting that ran before has filled the caches with its own data."""
-        few = [
-            (tokens, replace(params, max_tokens=min(WARM_TOKENS, params.max_tokens), min_tokens=0))
-            for tokens, params in (self.jobs[i] for i in members)
-        ]
-        run_batch(self.engine(), few, Run())
+        run_batch(self.engine(), shortened([self.jobs[i] for i in members], WARM_TOKENS))
 
     def tokens_per_s(self, batch: int) -> float:
         """Tokens/s over all prompts that ran at this batch size."""

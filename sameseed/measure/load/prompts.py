@@ -91,7 +91,7 @@ class PromptSource:
         chosen = [self.prompts[(start + i) % len(self.prompts)] for i in range(count)]
         if any(len(p.stop) > MOST_STOPS for p in chosen):
             say_once(
-                f"{self.kind}: of each prompt's stop strings the first {MOST_STOPS} are sent; the API takes no more"
+                f"{self.kind}: only the first {MOST_STOPS} stop strings of a prompt are sent, as the API takes no more"
             )
         return [await self._body(p, shape.num_output) for p in chosen]
 
@@ -99,7 +99,7 @@ class PromptSource:
         """A prompt of `count` tokens, as fields of a request's body."""
         if not self.tokens and self.kind == "random":
             raise ConfigError("this server has no /tokenize, so no token is known; leave --prompts at text")
-        tokens = list(self.special) if self.tokens else []
+        tokens = list(self.special)
         if self.kind == "random":
             tokens += noise.choices(sorted({t for piece in self.tokens for t in piece}), k=count)
         while self.tokens and len(tokens) < count:
@@ -120,14 +120,10 @@ class PromptSource:
         """A prompt as fields of a body. Before later turns stand the server's greedy answers to earlier turns."""
         stop = {"stop": list(prompt.stop)[:MOST_STOPS]} if prompt.stop else {}
         if not self.endpoint.chat or not prompt.messages:
-            tokens = None
-            if prompt.clip and not self.endpoint.chat:
-                tokens = await self.tokenize(prompt.said, special=True)
-            return (
-                {"prompt": tokens[: prompt.clip], **stop}
-                if tokens
-                else as_prompt(prompt.said, self.endpoint.chat) | stop
-            )
+            cut = bool(prompt.clip) and not self.endpoint.chat
+            tokens = await self.tokenize(prompt.said, special=True) if cut else None
+            own = {"prompt": tokens[: prompt.clip]} if tokens else as_prompt(prompt.said, self.endpoint.chat)
+            return own | stop
         messages = list(prompt.messages)
         for turn in prompt.then:
             asked = {"messages": messages, "max_tokens": num_output, "temperature": 0.0}

@@ -59,8 +59,7 @@ def make_records(
     base = found[bench.arms[0].label]
     made: list[dict[str, Any]] = []
     for arm in bench.arms:
-        mine = found[arm.label]
-        summaries = [r.summary for r in mine]
+        mine, summaries = found[arm.label], [r.summary for r in found[arm.label]]
         record: dict[str, Any] = {
             **records.origin(LOAD_SCHEMA),
             "run": run_id,

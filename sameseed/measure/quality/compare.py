@@ -263,12 +263,12 @@ def as_draft(
     if same and QuantScheme.parse(baseline.format) == QuantScheme.parse(variant.format):
         return None, None
     spec = SpecConfig("draft_model", variant.model, variant.format, asked.num_draft_tokens)
-    params, run = SamplingParams(max_tokens=asked.max_tokens), Run()
+    params = SamplingParams(max_tokens=asked.max_tokens)
     settings = {**asked.engine, **baseline.settings, "max_num_seqs": 8, "prefix_cache": False}
     try:
         llm = LLM(baseline.model, spec, **settings)
         jobs = [(tuple(p.encode(llm.tokenizer)), replace(params, seed=i)) for i, p in enumerate(prompts)]
-        run_batch(llm.engine, jobs, run)
+        run = run_batch(llm.engine, jobs)
     except (VocabularyError, RequestError, ConfigError) as error:
         why = str(error)
         for model in (baseline.model, variant.model):  # their paths may be private

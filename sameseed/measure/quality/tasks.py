@@ -22,7 +22,7 @@ from typing import Any
 from sameseed.engine.llm import LLM
 from sameseed.errors import ConfigError, nearest
 from sameseed.fields import check_ranges, flag, within
-from sameseed.measure.bench import Run, run_batch
+from sameseed.measure.bench import run_batch
 from sameseed.measure.quality import data, sandbox
 from sameseed.measure.quality.data import GSM8K, GSM8K_SHOTS, HUMANEVAL, MMLU_PRO, MMLU_PRO_SHOTS, Row
 from sameseed.measure.quality.perplexity import (
@@ -137,8 +137,7 @@ def answer(
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
         if prompt
     ]
-    run = Run()
-    run_batch(llm.engine, jobs, run, counter(report, len(jobs)))
+    run = run_batch(llm.engine, jobs, tick=counter(report, len(jobs)))
     texts = iter(c.text for c in run.completions)
     cut = sum(c.finish_reason == "length" for c in run.completions)
     note = f"{cut} of {len(jobs)} answers were cut at their limit of tokens; --max-tokens raises it"

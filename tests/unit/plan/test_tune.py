@@ -14,7 +14,7 @@ from sameseed.cost.round import Drafted
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.measure.bench import Run, run_batch
+from sameseed.measure.bench import run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
@@ -313,8 +313,7 @@ def test_a_trial_tells_what_shorter_runs_count(draft):
     trial = target.trial(spec)
     assert target.mean_tokens <= 32 and all(sum(r.shares) <= 1.0 for r in trial.runs.values())
     for one in lengths_of(spec)[:-1]:
-        run = Run()
-        run_batch(target.engine(target.setting(one)), target.jobs, run)
+        run = run_batch(target.engine(target.setting(one)), target.jobs)
         decided = run.metrics.num_rounds - len(run.completions)
         found = trial.drafted(one.num_draft_tokens)
         assert found.accepted == pytest.approx(run.metrics.num_accepted_tokens / decided, abs=0.5)
