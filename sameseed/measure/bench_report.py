@@ -84,10 +84,12 @@ def make_record(
     ratios = [mine.tokens_per_s / its.tokens_per_s for mine, its in zip(runs, plain, strict=True)]
     later = [(mine.decoded_per_s, its.decoded_per_s) for mine, its in zip(runs, plain, strict=True)]
     equal = [mine.texts == its.texts for mine, its in zip(runs, plain, strict=True)]
-    metrics, usage = runs[0].metrics, Usage()
+    metrics, levels, usage = runs[0].metrics, runs[0].levels, Usage()
     for run in runs:
         usage.add(run.usage)
     done = [c.metrics for run in runs for c in run.completions]
+    draft = str(config.get("draft", "none"))
+    owns = draft != "none" and registry.load("drafters", draft).DRAFTER.owns
     return {
         **origin(BENCH_SCHEMA, machine_),
         "run": run_id,
@@ -112,7 +114,8 @@ def make_record(
         "overhead_ms_per_round": median(run.overhead / run.num_steps for run in runs) * 1e3,
         "usage": usage.as_dict(sum(run.num_tokens for run in runs)),
         "draft_lengths": runs[0].draft_lengths,
-        **_remarks(str(config.get("draft", "none")), runs[0]),
+        **({"levels": {name: level.as_dict() for name, level in levels.items()}} if levels else {}),
+        **({"useless_draft": True} if owns and is_useless(metrics) else {}),
     }
 
 
@@ -123,16 +126,6 @@ def spread(values: Seq[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": median(ordered), "mean": sum(ordered) / len(ordered), "p95": p95}
-
-
-def _remarks(draft: str, run: Run) -> dict[str, object]:
-    """Optional fields: counts of the lower-level drafters, and a flag if almost no draft token was accepted."""
-    found: dict[str, object] = {}
-    if run.levels:
-        found["levels"] = {name: level.as_dict() for name, level in run.levels.items()}
-    if draft != "none" and registry.load("drafters", draft).DRAFTER.owns and is_useless(run.metrics):
-        found["useless_draft"] = True
-    return found
 
 
 def _split(run: Run) -> dict[str, float]:

@@ -23,42 +23,36 @@ from sameseed.ops import available_cores, num_launches
 
 POWERCAP = Path("/sys/class/powercap")
 PROC = Path("/proc")
-COUNTED = ("cpu_s", "cpu_j", "gpu_j", "launches")  # what `Usage` counts besides seconds
+COUNTED = ("cpu_s", "cpu_j", "gpu_j", "launches")  # what a `Meter` counts besides seconds
 
 
 @dataclass
 class Usage:
     """Use of the machine in `seconds` of wall time.
 
-    `cpu_s`: CPU seconds, summed over threads. `cpu_j`, `gpu_j`: joules. `gpu_share`: GPU utilization (0 to 1), sampled
-    by NVML at the end. `launches`: of kernels, on the CPU and the GPU (`ops.num_launches`).
+    `cpu_s`: CPU seconds, summed over threads. `cpu_j`, `gpu_j`: joules. `gpu_s`: seconds times GPU utilization (0 to
+    1), sampled by NVML at the end. `launches`: of kernels, on the CPU and the GPU (`ops.num_launches`).
     """
 
     seconds: float = 0.0
     cpu_s: float | None = 0.0
     cpu_j: float | None = 0.0
     gpu_j: float | None = 0.0
-    gpu_share: float | None = 0.0
-    launches: int | None = 0
+    gpu_s: float | None = 0.0
+    launches: float | None = 0
 
     def add(self, other: Usage) -> None:
-        """Add another measurement to this one, in place. `gpu_share` becomes the time-weighted mean."""
-        both, whole = (self, other), self.seconds + other.seconds
-        for name in COUNTED:
-            values = [getattr(x, name) for x in both]
-            setattr(self, name, None if None in values else sum(values))
-        shares = [x.gpu_share and x.gpu_share * x.seconds / whole for x in both] if whole else [None]
-        self.gpu_share = None if None in shares else sum(x for x in shares if x is not None)
-        self.seconds = whole
+        """Add another measurement to this one, in place; what one of both lacks, the sum lacks."""
+        for name, own in vars(self).items():
+            its = getattr(other, name)
+            setattr(self, name, None if own is None or its is None else own + its)
 
     def as_dict(self, num_tokens: int) -> dict[str, float | None]:
         """Plain data for a record: shares of all cores and the GPU; joules and launches per token of `num_tokens`."""
-        cores, used = available_cores() * self.seconds, {name: getattr(self, name) for name in COUNTED[1:]}
-        return {
-            "cpu_share": None if self.cpu_s is None or not cores else self.cpu_s / cores,
-            "gpu_share": self.gpu_share,
-            **{f"{name}_per_token": None if n is None else n / max(1, num_tokens) for name, n in used.items()},
-        }
+        shares = {"cpu_share": (self.cpu_s, available_cores() * self.seconds), "gpu_share": (self.gpu_s, self.seconds)}
+        rates = {f"{name}_per_token": (getattr(self, name), max(1, num_tokens)) for name in COUNTED[1:]}
+        found = {**shares, **rates}
+        return {name: used / whole if used is not None and whole else None for name, (used, whole) in found.items()}
 
 
 class Meter:
@@ -70,11 +64,10 @@ class Meter:
 
     def read(self) -> Usage:
         """Use since the meter was created. A counter that began anew meanwhile is unreadable."""
-        used, pairs = Usage(time.perf_counter() - self._start), zip(self._before, self._counters(), strict=True)
-        for name, (old, new) in zip(COUNTED, pairs, strict=True):
-            setattr(used, name, None if old is None or new is None or new < old else new - old)
-        used.gpu_share = _gpu("nvmlDeviceGetUtilizationRates", 100)
-        return used
+        seconds, pairs = time.perf_counter() - self._start, zip(self._before, self._counters(), strict=True)
+        used = [None if old is None or new is None or new < old else new - old for old, new in pairs]
+        busy = _gpu("nvmlDeviceGetUtilizationRates", 100)
+        return Usage(seconds, gpu_s=None if busy is None else busy * seconds, **dict(zip(COUNTED, used, strict=True)))
 
     def _counters(self) -> tuple[float | None, ...]:
         """The values of COUNTED now."""

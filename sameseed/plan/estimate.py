@@ -21,6 +21,7 @@ from sameseed.engine.build import SELF_FORMAT
 from sameseed.engine.levels import Level
 from sameseed.engine.memory import pass_bytes
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
+from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.costs import Profile, ShapeCosts
 from sameseed.measure.limits import Limits
 from sameseed.measure.shapes import SHAPES, shape_as_dict
@@ -64,16 +65,13 @@ class Question:
     drafts: tuple[str, ...] = ()
     draft_format: str = "auto"
     acceptance: tuple[str, ...] = ()
-    context: int | None = None
-    prompt_tokens: int | None = None
-    batches: tuple[int, ...] = (1, 8)
+    context: int | None = within(None, 1)
+    prompt_tokens: int | None = within(None, 1)
+    batches: tuple[int, ...] = within((1, 8), 1, 4096)
     available: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1 or max(self.batches) > 4096:
-            raise ConfigError(f"batch sizes must lie in 1..4096, got {', '.join(map(str, self.batches)) or 'none'}")
-        if any(n is not None and n < 1 for n in (self.context, self.prompt_tokens)):
-            raise ConfigError("a context and a prompt have at least 1 token")
+        check_ranges(self, lambda name: "--batch" if name == "batches" else flag(name))
         if "none" in self.drafts:
             raise ConfigError("decoding without a draft is always among the figures: leave out --draft none")
         if len(self.acceptance) not in (0, 1, len(self.drafts)) or (self.acceptance and not self.drafts):
@@ -81,7 +79,6 @@ class Question:
                 f"{len(self.acceptance)} acceptances for {len(self.drafts)} drafts: give --acceptance once for all, or "
                 "once for each --draft, in the same order"
             )
-
         for draft in self.drafts:
             Level.of(parse_draft(draft))
 

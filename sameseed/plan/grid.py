@@ -12,7 +12,7 @@ from sameseed.config import GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import Level, drafter_class, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
-from sameseed.fields import LARGEST
+from sameseed.fields import LARGEST, check_ranges, flag, within
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.request import SamplingParams
 from sameseed.tuned import Chosen
@@ -67,14 +67,14 @@ class TuneRequest:
     kv_formats: tuple[str, ...] = ("auto",)
     draft_formats: tuple[str, ...] = ("auto",)
     draft_vocabularies: tuple[str, ...] = ("all",)
-    batches: tuple[int, ...] = (1, 4)
+    batches: tuple[int, ...] = within((1, 4), 1)
     threads: tuple[int | None, ...] = (None,)
     objective: str = "balanced"
     slo: tuple[Bound, ...] = ()
-    quality: float = 1.03
+    quality: float = within(1.03, 1, 100)
     quality_text: str = ""
     quality_tokens: int = 2048
-    seconds: float = 120.0
+    seconds: float = within(120.0, 5, LARGEST)
     held_out: tuple[Prompt, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of LLM: backend, device
     only: Setting | None = None
@@ -82,18 +82,13 @@ class TuneRequest:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ConfigError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
-        if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batches are numbers of sequences, 1 or more, got {self.batches}")
+        check_ranges(self, lambda name: "--batch" if name == "batches" else flag(name))
         if not self.threads or any(t is not None and t < 1 for t in self.threads):
             raise ConfigError(f"threads are numbers of CPU threads, 1 or more, got {self.threads}")
         if len(self.prompts) < 2:
             raise ConfigError(f"give at least two prompts (--prompts FILE), not {len(self.prompts)}")
         if len({str(p.facts) for p in self.prompts}) < 2:
             raise ConfigError("all prompts are identical; give different ones (--prompts FILE)")
-        if not 5 <= self.seconds <= LARGEST:
-            raise ConfigError(f"--seconds {self.seconds:g} cannot load and measure anything; give 30 or more")
-        if not 1.0 <= self.quality < 100.0:
-            raise ConfigError(f"--quality is a ratio of perplexities, 1 or more, e.g. 1.02; got {self.quality:g}")
 
     @property
     def looked_at(self) -> tuple[int, ...]:

@@ -74,6 +74,9 @@ COUNTERS, GAUGES, LABELLED = (
 )
 
 
+PREFIXES = {"vllm": "vllm", "llamacpp": "llama.cpp"}  # engines by the prefix of their names
+
+
 def read_text(text: str, where: str = "the metrics") -> Counted:
     """Counters of one moment from Prometheus text. Raises ConfigError for other text, or for an unknown engine."""
     try:
@@ -100,7 +103,10 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
         raise ConfigError(
             f"{where} are no Prometheus text ({error}); give a server's address, or a saved page"
         ) from None
-    engine = _engine(prefixes, sums)
+    engine = next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
+    # Our engine uses vLLM's names, and counts its stages; a server of ours in front of vLLM has none.
+    if ("vllm" not in prefixes and "sameseed" in prefixes) or "engine_time_seconds" in sums:
+        engine = "sameseed"
     if engine is None:
         raise ConfigError(
             f"{where} have no counters of an engine that is known (vllm:, sameseed:, llamacpp:); metrics must be on: "
@@ -108,19 +114,6 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
         )
     found = {key: next((sums[n] for n in names if n in sums), None) for key, names in {**COUNTERS, **GAUGES}.items()}
     return Counted(engine, **found, **labelled)  # type: ignore[arg-type]  # the names are the fields'
-
-
-def _engine(prefixes: set[str], sums: Mapping[str, float]) -> str | None:
-    """The engine whose names these are; sameseed's engine uses vLLM's names.
-
-    Both prefixes, but no stages, are those of vLLM behind a sameseed server.
-    """
-    if ("vllm" not in prefixes and "sameseed" in prefixes) or "engine_time_seconds" in sums:
-        return "sameseed"
-    return next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
-
-
-PREFIXES = {"vllm": "vllm", "llamacpp": "llama.cpp"}
 
 
 def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
@@ -132,9 +125,9 @@ def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
         with opener.open(request, timeout=timeout) as answer:
             return str(answer.read().decode("utf-8", "replace"))
     except urllib.error.HTTPError as error:
-        remedy = "give its key with --api-key-file" if error.code in (401, 403) else "turn metrics on"
-        hint = "" if error.code in (401, 403) else ": --metrics of llama-server"
-        raise ConfigError(f"{page} answered {error.code} ({error.reason}); {remedy}{hint}") from None
+        key_is_wrong = error.code in (401, 403)
+        remedy = "give its key with --api-key-file" if key_is_wrong else "turn metrics on: --metrics of llama-server"
+        raise ConfigError(f"{page} answered {error.code} ({error.reason}); {remedy}") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise ConfigError(f"no answer from {page} ({why}); is the server running, and is this its address?") from None
@@ -156,10 +149,8 @@ def watch(
             f"{where}: no token was written in {seconds:g} s{late}; send it the load that you want to know about while "
             "this runs, or give more --seconds"
         )
-    means: dict[str, Any] = {}
-    for name in GAUGES:
-        values = [v for v in (getattr(s, name) for s in seen) if v is not None]
-        means[name] = sum(values) / len(values) if values else None
+    values = {name: [v for s in seen if (v := getattr(s, name)) is not None] for name in GAUGES}
+    means: dict[str, Any] = {name: sum(each) / len(each) if each else None for name, each in values.items()}
     return replace(found, **means)
 
 

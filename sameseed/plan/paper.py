@@ -127,8 +127,11 @@ def sheet(model: str, format: str = "auto", kv_format: str = "auto", target: She
         with open_checkpoint(path) as checkpoint:
             checkpoint.check(config)
             return _sheet(config, checkpoint, quant, kv_format, target)
-    source = RandomCheckpoint(config, dtype=_dtype(path, quant, model))
-    return _sheet(config, source, quant, kv_format, target)
+    raw = read_json(path / "config.json")
+    if "quantization_config" in raw and quant.weights == "auto":
+        raise ConfigError(f"{model} is stored quantized, and its weights are not here: name a --format, e.g. w4a16")
+    dtype = DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.bfloat16)
+    return _sheet(config, RandomCheckpoint(config, dtype=dtype), quant, kv_format, target)
 
 
 def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
@@ -154,8 +157,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
 
 def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
     """Tensors that the head stores; without its files, those that it cannot borrow."""
-    own = dict(head.tensors())
-    own.pop("d2t", None)
+    own = {n: s for n, s in head.tensors().items() if n != "d2t"}
     borrowed = ["embed_tokens.weight", *(["lm_head.weight"] if head.draft_vocab_size == head.layer.vocab_size else [])]
     stored = set()
     for file in path.glob("*.safetensors"):
@@ -169,21 +171,19 @@ def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
 def find(model: str) -> Path:
     """Path of a model's config: a folder, a GGUF file, or a folder of the hub's cache with config.json alone."""
     path = Path(os.path.expanduser(model))
-    if model in hub.PACKAGED:
+    if model in (*hub.PACKAGED, *EMBEDDED) or path.exists():
         return resolve_model(model)
-    if HUB_FILE.match(model) and not path.exists():
+    if HUB_FILE.match(model):
         if (file := hub.cached(model)) is None:
             raise ModelLoadError(
                 f"{model} is not in the hub's cache, and no weights are downloaded for an estimate; give 'org/name' of "
                 "the model with a config.json, and the --format, or take a shape of the same size (--shape)"
             )
         return file
-    if model in EMBEDDED or path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
-        if model not in EMBEDDED and not path.exists():
-            raise ModelLoadError(
-                f"no model at {model!r}: give a folder, a hub id like 'org/name', or a shape ({', '.join(NAMES)})"
-            )
-        return resolve_model(model)
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ModelLoadError(
+            f"no model at {model!r}: give a folder, a hub id like 'org/name', or a shape ({', '.join(NAMES)})"
+        )
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
@@ -225,14 +225,6 @@ def _sheet(
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:
-    return (
-        "int8" if quant.activations in ("int8", "outliers") else "bf16" if quant.format_for(dtype) == "bf16" else "fp32"
-    )
-
-
-def _dtype(path: Path, quant: QuantScheme, model: str) -> torch.dtype:
-    """The dtype that config.json names for the weights. Raises ConfigError where only the weights would tell."""
-    raw = read_json(path / "config.json")
-    if "quantization_config" in raw and quant.weights == "auto":
-        raise ConfigError(f"{model} is stored quantized, and its weights are not here: name a --format, e.g. w4a16")
-    return DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.bfloat16)
+    if quant.activations in ("int8", "outliers"):
+        return "int8"
+    return "bf16" if quant.format_for(dtype) == "bf16" else "fp32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,6 @@ def value(found: Any) -> str:
         return json.dumps(str(found), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(found, list | tuple):
         return "[" + ", ".join(map(value, found)) + "]"
-    if is_dataclass(found) and not isinstance(found, type):
-        return value(asdict(found))
     if isinstance(found, Mapping):
         rows = (f"{_key(k)} = {value(v)}" for k, v in found.items() if v is not None)
         return "{ " + ", ".join(rows) + " }"

@@ -17,7 +17,7 @@ import numpy as np
 
 from sameseed.cost.round import Expected
 from sameseed.engine.engine import Engine
-from sameseed.measure.bench import Job, run_batch, shortened
+from sameseed.measure.bench import Job, Run, run_batch, shortened
 from sameseed.plan.grid import Setting, TuneRequest
 from sameseed.plan.outlook import Z90
 from sameseed.tuned import TunedFigure
@@ -28,6 +28,7 @@ NOISE = 0.1  # assumed standard deviation of the logarithm of a single pair's ra
 TURN = 4  # batches of prompts that a setting runs in its turn, after WARM_TOKENS unmeasured tokens of a text
 WARM_TOKENS = 8
 KEEPS = 0.9  # share of requests that must keep a bound
+TIMES = {"ttft": "time_to_first_token", "itl": "time_per_output_token"}  # what bounds are of, as fields of Metrics
 SETTLED = 1.04  # ratio of the ends of the interval over plain decoding at which the last setting needs no more prompts
 
 
@@ -36,8 +37,7 @@ class Contestant:
     """A setting, with what is predicted and, once it runs, measured, both by batch size.
 
     `promised`, `rounds`: predicted tokens/s, and the predicted mean round. `num_bytes`: weights of target and drafts,
-    and the cache of the longest texts at the batch size looked at. `tokens` and `seconds` are those of each batch of
-    prompts. Of each request, `ttft` is the seconds to the first token, and `itl` those of a token after it.
+    and the cache of the longest texts at the batch size looked at. `runs`: of each batch of prompts, in their order.
     """
 
     setting: Setting
@@ -46,12 +46,8 @@ class Contestant:
     promised: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, Expected] = field(default_factory=dict)
     num_bytes: int = 0
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    ttft: dict[int, list[float]] = field(default_factory=dict)
-    itl: dict[int, list[float]] = field(default_factory=dict)
+    runs: dict[int, list[Run]] = field(default_factory=dict)
     out_at: int | None = None  # number of prompts after which it dropped out
-    texts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by batch size and prompt number
 
     @property
     def plain(self) -> bool:
@@ -71,13 +67,8 @@ class Contestant:
         return TunedFigure(value, value * math.exp(-OFF), value * math.exp(OFF), "profiled")
 
     def run(self, batch: int, members: Seq[int]) -> None:
-        """Run these prompts together, and record tokens, times and texts."""
-        run = run_batch(self.engine(), [self.jobs[i] for i in members])
-        self.tokens.setdefault(batch, []).append(run.num_tokens)
-        self.seconds.setdefault(batch, []).append(run.seconds)
-        self.ttft.setdefault(batch, []).extend(c.metrics.time_to_first_token for c in run.completions)
-        self.itl.setdefault(batch, []).extend(c.metrics.time_per_output_token for c in run.completions)
-        self.texts.update({(batch, i): text for i, text in zip(members, run.texts, strict=True)})
+        """Run these prompts together."""
+        self.runs.setdefault(batch, []).append(run_batch(self.engine(), [self.jobs[i] for i in members]))
 
     def warm(self, members: Seq[int]) -> None:
         """Generate a few tokens unmeasured: the setting that ran before has filled the caches with its own data."""
@@ -85,17 +76,21 @@ class Contestant:
 
     def tokens_per_s(self, batch: int) -> float:
         """Tokens/s over all prompts that ran at this batch size."""
-        return sum(self.tokens[batch]) / sum(self.seconds[batch])
+        return sum(run.num_tokens for run in self.runs[batch]) / sum(run.seconds for run in self.runs[batch])
+
+    def texts(self, batch: int) -> list[tuple[int, ...]]:
+        """The tokens of all outputs at this batch size, in the order of the prompts."""
+        return [text for run in self.runs.get(batch, ()) for text in run.texts]
 
     def latency(self, name: str, batches: Seq[int]) -> float:
         """Seconds of "ttft" or "itl" that nine of ten requests stay below, at the worst of these batch sizes."""
-        return max(float(np.quantile(getattr(self, name)[b], KEEPS)) for b in batches)
+        done = ([c.metrics for run in self.runs[b] for c in run.completions] for b in batches)
+        return max(float(np.quantile([getattr(m, TIMES[name]) for m in metrics], KEEPS)) for metrics in done)
 
 
 def anew(c: Contestant, jobs: Seq[Job] | None = None) -> Contestant:
     """The same setting with nothing measured, on these prompts (None: the same ones)."""
-    jobs = c.jobs if jobs is None else jobs
-    return replace(c, jobs=jobs, out_at=None, tokens={}, seconds={}, ttft={}, itl={}, texts={})
+    return replace(c, jobs=c.jobs if jobs is None else jobs, out_at=None, runs={})
 
 
 def missed(c: Contestant, asked: TuneRequest) -> str | None:
@@ -139,11 +134,11 @@ def ratio(one: Contestant, other: Contestant, batches: Seq[int], seed: int = 0) 
     rng = np.random.default_rng(seed)
     value, spread = 0.0, np.zeros(SAMPLES)
     for batch in batches:
-        count = min(len(one.seconds[batch]), len(other.seconds[batch]))
+        count = min(len(one.runs[batch]), len(other.runs[batch]))
         picks = np.vstack([np.arange(count), rng.integers(count, size=(SAMPLES, count))])
         logs = np.zeros(SAMPLES + 1)
         for of, sign in ((one, 1.0), (other, -1.0)):
-            tokens, seconds = np.array(of.tokens[batch][:count]), np.array(of.seconds[batch][:count])
+            tokens, seconds = np.array([(run.num_tokens, run.seconds) for run in of.runs[batch][:count]]).T
             logs += sign * np.log(tokens[picks].sum(1) / seconds[picks].sum(1))
         value += float(logs[0]) / len(batches)
         off = NOISE * rng.standard_normal(SAMPLES) if count == 1 else widened(count) * (logs[1:] - logs[0])

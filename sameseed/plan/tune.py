@@ -206,7 +206,7 @@ def differing(runners: Seq[Contestant]) -> list[str]:
     found = []
     for c in runners:
         plain = next((p for p in runners if p.plain and p.setting.target == c.setting.target), c)
-        if any(plain.texts.get(key, text) != text for key, text in c.texts.items()):
+        if any(own != its for batch in c.runs for own, its in zip(c.texts(batch), plain.texts(batch))):
             found.append(c.label)
     return found
 
@@ -223,7 +223,7 @@ def as_tuned(found: TuneOutcome) -> Tuned:
     trial = found.trials.get(setting.way)
     ratios = found.quality.get((setting.format, setting.kv_format))
     prompts = [len(prompt) for prompt, _ in found.plain.jobs[: len(asked.prompts)]]
-    tokens = [len(text) for text in found.plain.texts.values()]
+    tokens = [len(text) for batch in batches for text in found.plain.texts(batch)]
     return Tuned(
         machine=_machine(asked, setting),
         model=TunedModel(asked.model, store.weights_key(resolve_model(asked.model))),

@@ -185,6 +185,12 @@ def _with_spread(s: Series) -> list[tuple[tuple[Any, float], tuple[float, float]
     return list(zip(s.points, s.spread or [(y, y) for _, y in s.points]))
 
 
+def _ends(values: Seq[float], spread: Spread) -> list[list[float]] | None:
+    """How far error bars reach below and above the values."""
+    ends = [[v - low for v, (low, _) in zip(values, spread)], [high - v for v, (_, high) in zip(values, spread)]]
+    return ends if spread else None
+
+
 def _lines(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     ticks = sorted({x for s in panel.series for x, _ in s.points if not s.limit})
     for s in panel.series:
@@ -225,9 +231,11 @@ def _bars(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None
         if panel.stacked:
             look["bottom"] = [below[x] for x, _ in s.points]
             below |= {x: below[x] + y for x, y in s.points}
-        if s.spread and not panel.stacked:
-            ends = [(y - low, high - y) for (_, y), (low, high) in _with_spread(s)]
-            look |= {"yerr": list(zip(*ends)), "error_kw": {"elinewidth": 0.8, "ecolor": "0.15"}}
+        if not panel.stacked:
+            look |= {
+                "yerr": _ends([y for _, y in s.points], s.spread),
+                "error_kw": {"elinewidth": 0.8, "ecolor": "0.15"},
+            }
         axes.bar(place, [y for _, y in s.points], width, label=s.label, **look)
     if panel.top is not None:
         axes.set_ylim(0, panel.top)
@@ -259,12 +267,8 @@ def _across(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> No
 def _points(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:
     for n, s in enumerate(panel.series):
         x, y = [p[0] for p in s.points], [p[1] for p in s.points]
-        bars = [
-            [[v - low for v, (low, _) in zip(values, spread)], [high - v for v, (_, high) in zip(values, spread)]]
-            for values, spread in ((x, s.spread_x or [(v, v) for v in x]), (y, s.spread or [(v, v) for v in y]))
-        ]
         look = {"color": looks[s.label][0], "fmt": MARKERS[n % len(MARKERS)], "markersize": 5, "elinewidth": 0.7}
-        axes.errorbar(x, y, xerr=bars[0], yerr=bars[1], label=s.label, **look)
+        axes.errorbar(x, y, xerr=_ends(x, s.spread_x), yerr=_ends(y, s.spread), label=s.label, **look)
         for name, place in zip(s.names, s.points):
             axes.annotate(name, place, (5, -8), textcoords="offset points", fontsize=6)
     if panel.diagonal:

@@ -99,12 +99,10 @@ def test_records_are_complete_and_their_medians_right(measured, pair_folders, tm
 def test_a_text_that_differs_is_told(measured):
     bench, _, runs = measured
     plain = runs[bench.arms[0]]
-    other = Run(seconds=1.0, num_steps=1, completions=list(plain[0].completions))
-    changed = other.completions[1]
-    other.completions[1] = replace(changed, token_ids=(*changed.token_ids[:-1], changed.token_ids[-1] + 1))
-    made = make_record({}, [other, plain[1]], plain[:2], "now", {})
-    assert made["equals_plain"] is False
-    assert [r["equals_plain"] for r in made["repetitions"]] == [False, True]
+    done = list(plain[0].completions)
+    done[1] = replace(done[1], token_ids=(*done[1].token_ids[:-1], done[1].token_ids[-1] + 1))
+    made = make_record({}, [Run(1.0, 1, completions=done), plain[1]], plain[:2], "now", {})
+    assert made["equals_plain"] is False and [r["equals_plain"] for r in made["repetitions"]] == [False, True]
 
 
 @pytest.mark.parametrize("damage", ["speedup", "machine", "schema"])
@@ -180,38 +178,28 @@ def test_no_repetition_finds_what_an_earlier_one_left(measured):
         assert [c.metrics.num_cached_tokens for run in found for c in run.completions] == [0] * 4, arm.label
 
 
-def test_prompts_of_both_kinds(tmp_path):
-    file = tmp_path / "p.jsonl"
-    lines = '{"id": "a", "domain": "d", "prompt": "x"}\n\n{"messages": [{"role": "user", "content": "y"}]}\n'
-    file.write_text(lines, encoding="utf-8-sig")
-    first, second = read_prompts(file)
+def test_prompts_of_both_kinds_and_a_limit_from_all_over_the_file(tmp_path):
+    rows, lines = tmp_path / "p.jsonl", tmp_path / "p.txt"
+    text = '{"id": "a", "domain": "d", "prompt": "x"}\n\n{"messages": [{"role": "user", "content": "y"}]}\n'
+    rows.write_text(text, encoding="utf-8-sig")
+    first, second = read_prompts(rows)
     assert (first.id, first.domain, first.text, first.messages) == ("a", "d", "x", ())
     assert second.text is None and second.messages == ({"role": "user", "content": "y"},)
-
-
-def test_a_limit_takes_prompts_from_all_over_the_file(tmp_path):
-    file = tmp_path / "p.txt"
-    file.write_text("".join(f"{i}\u2028\n" for i in range(10)), encoding="utf-8-sig")
-    assert [p.text for p in read_prompts(file, 3)] == ["0\u2028", "3\u2028", "6\u2028"]
-    assert len(read_prompts(file, 99)) == 10
+    lines.write_text("".join(f"{i}\u2028\n" for i in range(10)), encoding="utf-8-sig")
+    assert [p.text for p in read_prompts(lines, 3)] == ["0\u2028", "3\u2028", "6\u2028"]
+    assert len(read_prompts(lines, 99)) == 10
     with pytest.raises(ConfigError, match="at least 1"):
-        read_prompts(file, 0)
+        read_prompts(lines, 0)
 
 
-def test_batches_give_each_prompt_its_own_seed():
+def test_a_workload_gives_each_prompt_its_own_seed():
     work = Workload("w", ((1,), (2,), (3,)), SamplingParams(seed=2**63 - 2), 2)
-    batches = list(work.batches())
-    assert [len(b) for b in batches] == [2, 1]
-    assert [p.seed for b in batches for _, p in b] == [2**63 - 2, 2**63 - 1, 0]
-
-
-def test_a_workload_without_a_seed_is_refused():
-    with pytest.raises(RequestError, match="--seed"):
-        Workload("w", ((1,),), SamplingParams())
+    assert [[p.seed for _, p in batch] for batch in work.batches()] == [[2**63 - 2, 2**63 - 1], [0]]
+    for params, size, says in ((SamplingParams(), 1, "--seed"), (SamplingParams(seed=1), 2, "give 2 prompts")):
+        with pytest.raises((RequestError, ConfigError), match=says):
+            Workload("w", ((1,),), params, size)
     with pytest.raises(ConfigError, match="batch size"):
         Workload("w", ((1,),), SamplingParams(seed=1), 0)
-    with pytest.raises(ConfigError, match="give 2 prompts"):
-        Workload("w", ((1,),), SamplingParams(seed=1), 2)
 
 
 def test_arms_begin_with_plain_decoding():
@@ -224,25 +212,18 @@ def test_arms_begin_with_plain_decoding():
     assert lengths == {"fixed": [3, 5, 7], "history": [3, 5, 7], "goodput": [12], "disco": [12]}
 
 
-def test_heads_are_named_as_what_they_are():
+def test_heads_are_named_as_what_they_are_and_records_hold_no_path(tmp_path):
     """Labels and records name the drafter and include its options, with their defaults."""
     made = arms([SpecConfig("draft_model", "embedded-head", options={"depth": 3})], [4])[1]
-    assert (made.label, made.spec.method) == ("eagle k=4", "eagle")
     held = spec_as_dict(made.spec)
-    assert held["draft"] == "eagle"
-    options = held["draft_options"]
-    assert isinstance(options, dict)
-    assert (options["depth"], options["top_k"]) == (3, 8)
+    assert (made.label, made.spec.method, held["draft"]) == ("eagle k=4", "eagle", "eagle")
+    assert held["draft_options"]["depth"] == 3 and held["draft_options"]["top_k"] == 8
     below = (SpecConfig("suffix"), SpecConfig("draft_model", "embedded-head"))
     assert arms([SpecConfig("first", below=below)], [4])[1].label == "suffix + eagle k=4"
-
-
-def test_records_hold_no_path_on_any_level(tmp_path):
     (tmp_path / "small").mkdir()
     below = (SpecConfig("suffix"), SpecConfig("draft_model", str(tmp_path / "small")))
-    held = spec_as_dict(SpecConfig("first", below=below))
-    assert str(tmp_path) not in json.dumps(held)
-    assert '"small"' in json.dumps(held)
+    said = json.dumps(spec_as_dict(SpecConfig("first", below=below)))
+    assert str(tmp_path) not in said and '"small"' in said
 
 
 def test_arms_do_not_learn_from_one_another():

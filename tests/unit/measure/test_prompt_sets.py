@@ -64,18 +64,13 @@ def test_rows_of_wikitext_are_long_and_cut(folder):
     assert found[0].encode(tokenizer) == tuple(tokenizer.encode(("word " * ROW).strip()))[:ROW]
 
 
-def test_sums_are_asked_in_a_chat_or_as_text(folder):
-    (one,) = asked("gsm8k", folder)
+def test_sums_are_asked_in_a_chat_or_as_text_and_functions_end_where_the_next_thing_begins(folder):
+    (one,), found = asked("gsm8k", folder), asked("humaneval", folder, 2)
     tokenizer = load_tokenizer(resolve_model("embedded"))
-    tokenizer.chat_template = TEMPLATE
-    assert tokenizer.decode(one.encode(tokenizer)) == "user: 1 + 1?\nassistant:"
-    tokenizer.chat_template = None
-    assert tokenizer.decode(one.encode(tokenizer)) == "Question: 1 + 1?\nAnswer:"
+    for template, text in ((TEMPLATE, "user: 1 + 1?\nassistant:"), (None, "Question: 1 + 1?\nAnswer:")):
+        tokenizer.chat_template = template
+        assert tokenizer.decode(one.encode(tokenizer)) == text
     assert one.stop == ("\nQuestion:",)
-
-
-def test_functions_end_where_the_next_thing_begins(folder):
-    found = asked("humaneval", folder, 2)
     assert [p.id for p in found] == ["Test/0", "Test/2"] and "\ndef" in found[0].stop
     assert found[0].text == problem(0)["prompt"]
 
@@ -91,22 +86,19 @@ def test_programs_are_written_or_edited(folder):
     assert (problem(0)["prompt"] + problem(0)["canonical_solution"]).strip() in renamed and "`new_" in renamed
 
 
-def test_a_file_of_any_name_and_the_hubs_folders(folder):
-    shutil.copy(folder / "mt_bench.jsonl.gz", folder / "mine.jsonl.gz")
-    assert read_prompts(Path(f"mt-bench:{folder}/mine.jsonl.gz")) == asked("mt-bench", folder)
-    hub = folder / "hub" / "raw"
-    hub.mkdir(parents=True)
-    (hub / "question.jsonl").write_bytes(gzip.decompress((folder / "mt_bench.jsonl.gz").read_bytes()))
-    assert asked("mt-bench", folder / "hub") == asked("mt-bench", folder)
+def test_a_file_of_any_name_the_hubs_folders_and_the_hub(folder, monkeypatch):
+    packed = folder / "mt_bench.jsonl.gz"
+    shutil.copy(packed, folder / "mine.jsonl.gz")
+    (folder / "hub" / "raw").mkdir(parents=True)
+    (folder / "hub" / "raw" / "question.jsonl").write_bytes(gzip.decompress(packed.read_bytes()))
 
-
-def test_by_name_alone_the_hub_is_asked(folder, monkeypatch):
     def download(repository, file, kind):
         assert (repository, kind) == ("HuggingFaceH4/mt_bench_prompts", "dataset")
-        return folder / "mt_bench.jsonl.gz"
+        return packed
 
     monkeypatch.setattr("sameseed.hub.fetch", download)
-    assert read_prompts(Path("mt-bench")) == asked("mt-bench", folder)
+    for place in (f"mt-bench:{folder}/mine.jsonl.gz", f"mt-bench:{folder}/hub", "mt-bench"):
+        assert read_prompts(Path(place)) == asked("mt-bench", folder)
     with pytest.raises(ConfigError, match=r"github\.com/hemingkx/Spec-Bench and give it with --prompts spec-bench:DIR"):
         read_prompts(Path("spec-bench"))
 

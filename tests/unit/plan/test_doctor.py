@@ -22,7 +22,7 @@ from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Limits, Profile
 from sameseed.models.loader import resolve_model
 from sameseed.plan.doctor import diagnose
-from sameseed.plan.metrics import Counted, fetch, read_file, read_text, watch
+from sameseed.plan.metrics import Counted, fetch, read_file, read_text
 from sameseed.plan.pricing import state_of
 from sameseed.server.metrics import ServerMetrics
 
@@ -78,6 +78,7 @@ def found(text, costs=None, plain=None):
     return diagnose(read_text(text), costs, plain)
 
 
+DOOR = page("sameseed", {"http_requests_total": 5, "engine_up": 1})  # a sameseed server in front of vLLM
 GOOD = [800.0, 640, 512, 410]
 STAGED = {
     "useless draft": (ours([3, 0, 0, 0], (4, 10, 0.5)), None),
@@ -105,16 +106,11 @@ def test_a_staged_fault_of_our_server_is_named(name):
     assert diagnosis.faults[0].says and diagnosis.verdict
 
 
-def test_vllm_behind_our_server_is_advised_in_its_own_words():
-    door = page("sameseed", {"http_requests_total": 5, "engine_restarts": 0, "engine_up": 1})
-    diagnosis = found(drafted("vllm", [4, 0, 0]) + door)
-    assert diagnosis.engine == "vllm" and "leave --speculative-config out" in " ".join(diagnosis.faults[0].flags)
-
-
 @pytest.mark.parametrize(
     ("text", "plain", "name", "flag"),
     [
         (drafted("vllm", [4, 0, 0]), None, "useless draft", "leave --speculative-config out"),
+        (drafted("vllm", [4, 0, 0]) + DOOR, None, "useless draft", "leave --speculative-config out"),
         (drafted("vllm", [600, 590, 580, 575]), None, "draft context", "max_model_len"),
         (drafted("llama.cpp", [5, 1]), None, "useless draft", "--spec-type none"),
         (
@@ -180,13 +176,10 @@ def test_the_speed_up_counts_rounds_without_a_draft(text):
     assert "pays (1.80 times" in diagnosis.verdict and diagnosis.best_speedup < 3
 
 
-def test_a_server_that_does_well_is_told_so():
-    diagnosis = found(ours(GOOD, (3, 10.9, 0.5)), known(ms=(10, 10.2, 10.6, 16, 30, 60, 99)))
-    assert diagnosis.faults == () and diagnosis.verdict.startswith("Speculation pays")
-
-
 def test_a_fault_beside_speculation_that_pays_is_what_could_be_better():
     """Lookups that take no time and are seldom right: nothing of heads, and the verdict says first that it pays."""
+    well = found(ours(GOOD, (3, 10.9, 0.5)), known(ms=(10, 10.2, 10.6, 16, 30, 60, 99)))
+    assert well.faults == () and well.verdict.startswith("Speculation pays")
     diagnosis = found(ours([310, 220, 160, 120], (0.01, 10.4, 0.5)), COSTS)
     assert diagnosis.verdict.startswith("Speculation pays (1.") and "Only 31%" in diagnosis.verdict
     assert diagnosis.faults[0].name == "weak draft" and "repeat little" in diagnosis.faults[0].says
@@ -205,12 +198,8 @@ def test_costs_of_the_server_itself_are_used():
     assert "1" in measured.engine.pass_costs and not LLM("embedded", policy="fixed").engine.pass_costs
 
 
-def test_rounds_that_goodput_left_alone_are_a_remark_behind_the_fault():
-    names = [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=500)).faults]
-    assert names == ["draft share", "cost"]
-
-
-def test_uneven_gaps_without_prompts_are_a_busy_machine():
+def test_remarks_stand_behind_faults_and_uneven_gaps_are_a_busy_machine():
+    assert [f.name for f in found(ours(GOOD, (9, 10, 0.5), cost=500)).faults] == ["draft share", "cost"]
     buckets = {"0.01": 900.0, "0.02": 940.0, "0.1": 990.0, "1.0": 1000.0, "+Inf": 1000.0}
     tables = {"inter_token_latency_seconds_bucket": ("le", buckets)}
     assert found(drafted("vllm", GOOD) + page("vllm", {}, tables)).faults[0].name == "busy machine"
@@ -312,20 +301,12 @@ def test_servers_that_say_nothing(server, text, status, message, capsys):
 
 def test_a_key_that_is_not_there(server, tmp_path, capsys):
     key = ["--api-key-file", str(tmp_path / "none.txt")]
-    assert main(["doctor", server, *key]) == 2
-    assert "give a text file" in capsys.readouterr().err
-    assert main(["tune", "m", "--engine", "vllm", "--url", server, "--drafts", "ngram", *key]) == 2
-    assert "give a text file" in capsys.readouterr().err
+    for command in (["doctor", server], ["tune", "m", "--engine", "vllm", "--url", server, "--drafts", "ngram"]):
+        assert main([*command, *key]) == 2
+        assert "give a text file" in capsys.readouterr().err
     (tmp_path / "none.txt").write_text("\n")
     assert main(["doctor", server, *key]) == 2
     assert "holds no API key" in capsys.readouterr().err
-
-
-def test_nobody_answers():
-    with pytest.raises(ConfigError, match="is the server running"):
-        fetch("http://127.0.0.1:9", timeout=0.5)
-    with pytest.raises(ConfigError, match="no token was written"):
-        watch(lambda: drafted("vllm", GOOD), 0.0, "x", lambda _: None)
 
 
 def test_files(tmp_path, capsys):
@@ -339,6 +320,8 @@ def test_files(tmp_path, capsys):
             read_file(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_file(tmp_path / "none")
+    with pytest.raises(ConfigError, match="is the server running"):
+        fetch("http://127.0.0.1:9", timeout=0.5)
     without = "import sys; sys.modules |= dict.fromkeys(('httpx', 'pydantic', 'msgspec')); import sameseed.cli.doctor"
     subprocess.run([sys.executable, "-c", without], check=True)  # as `pip install sameseed` installs it
 

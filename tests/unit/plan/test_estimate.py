@@ -142,23 +142,23 @@ def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
 
 
 def test_a_folder_with_config_json_alone_is_enough(tmp_path):
-    shutil.copy(resolve_model("embedded") / "config.json", tmp_path)
+    config = resolve_model("embedded") / "config.json"
+    shutil.copy(config, tmp_path)
     whole, alone = sheet("embedded", "w4a8"), sheet(str(tmp_path), "w4a8")
     assert (alone.weights, alone.row, alone.config.num_layers) == (whole.weights, whole.row, whole.config.num_layers)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+    raw = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match="name a --format"):
         sheet(str(tmp_path))
 
 
 def test_windows_save_time_and_no_memory(tmp_path):
     raw = json.loads((resolve_model("embedded") / "config.json").read_text())
-    raw |= {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     found = []
-    for name, window in (("full", None), ("window", 64)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({**raw, "sliding_window": window}))
-        found.append(sheet(str(tmp_path / name)))
+    for window in (None, 64):
+        own = raw | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+        (tmp_path / "config.json").write_text(json.dumps(own))
+        found.append(sheet(str(tmp_path)))
     full, windowed = found
     assert windowed.row == full.row
     assert windowed.seconds(LIMITS, 1, 1, 2000) < full.seconds(LIMITS, 1, 1, 2000)
@@ -223,7 +223,7 @@ def test_memory_that_is_too_small_names_what_would_fit():
         ({"drafts": ("mtp",)}, ConfigError, "bench measures"),
         ({"model": "llama-9"}, ModelLoadError, "a shape"), ({"model": "embedded-head"}, ConfigError, "--draft"),
         ({"formats": ("w4a9",)}, RegistryError, "did you mean"), ({"kv_format": "nf4"}, SameseedError, "cache"),
-        ({"context": 99_999}, ConfigError, "lower --context"), ({"batches": (0,)}, ConfigError, "batch sizes"),
+        ({"context": 99_999}, ConfigError, "lower --context"), ({"batches": (0,)}, ConfigError, "--batch must"),
         ({"drafts": ("none",)}, ConfigError, "leave out"),
         ({"drafts": ("draft_model",)}, ConfigError, "draft_model:MODEL"),
         ({"drafts": ("suffix",), "acceptance": ("1.5",)}, ConfigError, "0..1"),
@@ -237,12 +237,12 @@ def test_bad_questions_are_told_apart(changes, error, words):
 
 
 def test_a_draft_of_another_family_is_refused(tmp_path):
-    raw = json.loads((resolve_model("embedded-draft") / "config.json").read_text())
+    draft = resolve_model("embedded-draft")
+    raw, tokenizer = (json.loads((draft / name).read_text()) for name in ("config.json", "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 50_000}))
     with pytest.raises(VocabularyError, match="family"):
         estimate(Question("embedded", drafts=(str(tmp_path),)), LIMITS)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    tokenizer = json.loads((resolve_model("embedded-draft") / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]
     first, second = (next(t for t, i in tokens.items() if i == n) for n in (1000, 1001))
     tokens[first], tokens[second] = 1001, 1000
@@ -299,16 +299,14 @@ def test_acceptance_from_files_and_words(tmp_path):
     assert read_acceptance(None).assumed
 
 
-def test_sizes_of_memory():
-    sizes = [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 ")]
-    assert sizes == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
+def test_sizes_and_limits_that_are_given():
+    assert [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 ")] == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
     for text in ("", "GB", "-1GB", "24 apples", "nan"):
         with pytest.raises(ConfigError, match="24GB"):
             read_bytes(text)
-    with pytest.raises(ConfigError, match="go together"):
-        given_limits(100.0, None, 1)
-    with pytest.raises(ConfigError, match="above 0"):
-        given_limits(float("nan"), 1.0, 1)
+    for read in (100.0, float("nan")):
+        with pytest.raises(ConfigError, match="go together, both above 0"):
+            given_limits(read, None if read == 100.0 else 1.0, 1)
     assert given_limits(None, None, 1) is None
 
 

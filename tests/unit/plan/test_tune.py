@@ -14,7 +14,7 @@ from sameseed.cost.round import Drafted
 from sameseed.engine.levels import Level, resolve
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.measure.bench import run_batch
+from sameseed.measure.bench import Run, run_batch
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan import quality, tune
@@ -44,9 +44,10 @@ def test_bad_requests():
         ({"objective": "fast"}, "objective must be one of balanced, latency"),
         *(({"prompts": few}, "at least two") for few in ((), PROMPTS[:1])),
         ({"prompts": (Prompt("a", "", "same"), Prompt("b", "", "same"))}, "different"),
-        *(({name: (0,)}, "1 or more") for name in ("batches", "threads")),
-        *(({"seconds": seconds}, "give 30") for seconds in (1.0, math.nan, math.inf)),
-        ({"quality": 0.9}, "e.g. 1.02"),
+        ({"batches": (0,)}, "--batch must be at least 1"),
+        ({"threads": (0,)}, "1 or more"),
+        *(({"seconds": seconds}, "--seconds must be at least 5") for seconds in (1.0, math.nan, math.inf)),
+        ({"quality": 0.9}, "--quality must lie in 1..100"),
     ):
         with pytest.raises(ConfigError, match=says):
             asked(**given)
@@ -121,11 +122,10 @@ class Runs:
 
     def run(self, batch, members):
         self.ran += members
-        c, count = self.contestant, len(members)
-        c.tokens.setdefault(batch, []).append(100 * count)
-        c.seconds.setdefault(batch, []).append(100 * count / self.speed * (1.0 + 0.02 * (len(self.ran) % 3)))
-        c.ttft.setdefault(batch, []).extend([self.ttft] * count)
-        c.itl.setdefault(batch, []).extend([1.0 / self.speed] * count)
+        seconds = 100 * len(members) / self.speed * (1.0 + 0.02 * (len(self.ran) % 3))
+        times = SimpleNamespace(time_to_first_token=self.ttft, time_per_output_token=1.0 / self.speed)
+        done = SimpleNamespace(token_ids=(0,) * 100, metrics=times)
+        self.contestant.runs.setdefault(batch, []).append(Run(seconds, completions=[done] * len(members)))
 
 
 def ngrams(count):

@@ -61,28 +61,11 @@ def test_a_quantized_model_and_cache_are_what_is_measured(llm, pair_folders):
         assert value != 1.0 and low < value < high
 
 
-def test_every_token_counts_once():
-    for total, window, stride in ((1000, 128, 32), (128, 128, 32), (5, 128, 32), (129, 128, 127), (2, 2, 1)):
-        scored = [i for begin, end, first in scoring.windows(total, window, stride) for i in range(first, end)]
-        assert scored == list(range(1, total))
-        for begin, end, first in scoring.windows(total, window, stride):
-            assert end - begin <= window and first > begin
-            assert begin == 0 or first - begin >= window - stride
-
-
 def test_windows_are_clipped_to_the_context_and_overlap(llm):
     found = perplexity(llm, TEXT, 4096, 4096)
     assert found.window == llm.engine.max_model_len and found.stride == found.window - 1
     short = perplexity(llm, TEXT, max_tokens=50)
     assert short.tokens == 49 and not short.whole and short.num_bytes < len(TEXT.encode())
-
-
-@pytest.mark.parametrize(
-    ("text", "settings", "match"), [("", {}, "fewer than two"), (TEXT, {"max_tokens": 1}, "fewer than two")]
-)
-def test_refuses_what_has_no_perplexity(llm, text, settings, match):
-    with pytest.raises(ConfigError, match=match):
-        perplexity(llm, text, **settings)
 
 
 def test_the_paired_interval_is_narrower_and_needs_the_same_tokens():
@@ -150,6 +133,11 @@ def test_an_abandoned_text_leaves_nothing(llm):
 def test_refuses_what_cannot_be_scored(llm, text):
     with pytest.raises(RequestError):
         list(forced(llm.engine.runner, [text], 256, 37))
+    with pytest.raises(RequestError):
+        log_likelihoods(llm.engine, [([], [8])])
+    for short in ({}, {"max_tokens": 1}):
+        with pytest.raises(ConfigError, match="fewer than two"):
+            perplexity(llm, TEXT if short else "", **short)
 
 
 def test_options_share_a_pass_and_score_as_alone(llm):
@@ -167,14 +155,6 @@ def test_options_share_a_pass_and_score_as_alone(llm):
 def test_a_long_context_loses_its_beginning(llm):
     tokens = llm.tokenizer.encode(TEXT)
     assert log_likelihoods(llm.engine, [(tokens[:400], [8])]) == log_likelihoods(llm.engine, [(tokens[144:400], [8])])
-    with pytest.raises(RequestError):
-        log_likelihoods(llm.engine, [([], [8])])
-
-
-def test_the_interval_of_a_mean_is_near_the_normal_one():
-    low, high = mean_interval([1.0] * 60 + [0.0] * 140, 3)
-    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
-    assert (low, high) == pytest.approx((0.3 - half, 0.3 + half), abs=0.012)
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says():

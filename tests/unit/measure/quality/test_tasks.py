@@ -145,14 +145,6 @@ def test_a_wrong_letter_in_the_data_is_refused(harness, data_folder, tmp_path, l
         tasks.read_rows("mmlu_pro", EvalSettings(data=tmp_path))
 
 
-def test_a_subject_that_the_harness_lacks_is_refused(harness, llm, data_folder, tmp_path):
-    for kind, name in ((data.MMLU_PRO, "test"), (data.MMLU_PRO_SHOTS, "shots")):
-        rows = [{**row, "category": "astrology"} for row in data.rows(kind, data_folder)]
-        write_rows(tmp_path / f"mmlu_pro-{name}.jsonl", rows)
-    with pytest.raises(ConfigError, match="mmlu_pro_astrology"):
-        harness.run_harness(llm, "mmlu_pro", EvalSettings(data=tmp_path))
-
-
 def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
     monkeypatch.setattr("sameseed.measure.quality.tasks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
@@ -204,13 +196,8 @@ def test_packed_and_plain_files_read_alike(tmp_path):
     assert data.wikitext(tmp_path)[0] == "für\r\n\n\nüber\n"
     write_rows(tmp_path / "gsm8k-test.jsonl.gz", [ROW, {**ROW, "question": "a\u2028b"}])
     assert [r["question"] for r in data.rows(GSM8K, tmp_path)] == ["1?", "a\u2028b"]
-
-
-def test_text_of_rows(tmp_path):
     write_rows(tmp_path / "x.jsonl.gz", [{"text": "one\n"}, {"text": "two"}])
     assert data.text_of(tmp_path / "x.jsonl.gz") == "one\n\ntwo"
-    (tmp_path / "x.txt").write_text("three")
-    assert data.text_of(tmp_path / "x.txt") == "three"
 
 
 @pytest.mark.parametrize(
@@ -227,20 +214,16 @@ def test_odd_files_are_refused(tmp_path, content, match):
         data.rows(GSM8K, tmp_path)
 
 
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"humaneval\.jsonl"):
-        data.rows(HUMANEVAL, tmp_path)
-    with pytest.raises(ConfigError, match="no folder"):
-        data.wikitext(tmp_path / "nowhere")
-
-
-def test_without_the_hub_the_error_tells_of_data(monkeypatch):
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route to host\nat all")
 
     monkeypatch.setattr("sameseed.hub.fetch", unreachable)
-    with pytest.raises(ConfigError, match=r"no route to host; give a folder .* --data"):
-        data.rows(HUMANEVAL, None)
+    for folder, says in ((tmp_path, r"humaneval\.jsonl"), (None, r"no route to host; give a folder .* --data")):
+        with pytest.raises(ConfigError, match=says):
+            data.rows(HUMANEVAL, folder)
+    with pytest.raises(ConfigError, match="no folder"):
+        data.wikitext(tmp_path / "nowhere")
 
 
 def test_the_hub_s_files_are_read(tmp_path, monkeypatch):
