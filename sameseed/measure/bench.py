@@ -117,10 +117,7 @@ def fitted(model: str, settings: dict[str, Any], prompts: Seq[Prompt], max_token
 def fitting(
     folder: Path, settings: Mapping[str, Any], prompts: Seq[Prompt], tell: Callable[[str], None]
 ) -> list[Prompt]:
-    """The prompts that leave room for an answer in the model's context; `tell` gets a line for each of the others.
-
-    Nothing is loaded but the tokenizer. Raises RequestError where no prompt fits.
-    """
+    """The prompts that leave room for an answer in the context; `tell` hears of the others. Raises RequestError."""
     limit = settings.get("max_model_len") or read_config(folder).max_model_len
     tokenizer, found = load_tokenizer(folder), list[Prompt]()
     for prompt in prompts:
@@ -170,10 +167,7 @@ class Bench:
         return engine
 
     def predict(self, arm: Arm, run: Run, plain: Run) -> Prediction | None:
-        """The predicted speed-up of a run over its plain run; None for plain decoding.
-
-        Cost curves are measured at the first call. Call it after `measure`, so that runs do not include their time.
-        """
+        """The predicted speed-up of a run; None for plain decoding. Call it after `measure`: it times passes first."""
         if arm.plain:
             return None
         engine, key = self.install(arm), _key(arm)
@@ -185,10 +179,7 @@ class Bench:
         return predict(run.counts, plain.counts, self._target, self._curves[key], type(engine.drafter).at_once)
 
     def workload(self, name: str, prompts: Seq[Prompt], params: SamplingParams, batch_size: int = 1) -> Workload:
-        """The prompts as tokens. Answers before later turns are generated once, by the target with plain decoding.
-
-        Raises RequestError naming a prompt that does not fit.
-        """
+        """The prompts as tokens; the target answers earlier turns. Raises RequestError naming a prompt too long."""
 
         def answer(tokens: Seq[int]) -> str:
             key = tuple(tokens), repr(params)
@@ -207,10 +198,7 @@ class Bench:
         return Workload(name, tuple(encoded), params, batch_size, tuple(p.stop for p in prompts))
 
     def warm_up(self, workload: Workload) -> float:
-        """Generate a few tokens of the first batch with every arm, to warm caches, pages and thread pools.
-
-        Returns the estimated seconds that one batch at full length takes, summed over all arms.
-        """
+        """Generate a few tokens with every arm. Returns the estimated seconds of one batch, summed over all arms."""
         batch, times = (
             shortened(next(workload.batches()), WARMUP_TOKENS),
             max(1.0, workload.params.max_tokens / WARMUP_TOKENS),

@@ -205,10 +205,7 @@ def table(records: Seq[Mapping[str, Any]]) -> Table:
 
 
 def plot_speedups(records: Seq[Mapping[str, Any]], path: Path) -> tuple[Path, Path]:
-    """Plot benchmark records: speed-up by draft length, one panel per workload and one line per draft.
-
-    Returns the paths of the PNG and the SVG. Bands: least to most of the runs.
-    """
+    """Plot speed-up by draft length, a panel per workload and a line per draft, as PNG and SVG; returns their paths."""
     panels: dict[str, list[tuple[str, int, float, list[float]]]] = {}
     for record in records:
         c, points = record["config"], panels.setdefault(title(record["config"]), [])

@@ -48,10 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prefill of a prompt of `tokens` tokens in one pass.
-
-    `peak_share`: the time that its arithmetic would take at the machine's limit, divided by the measured time.
-    """
+    """Prefill of a prompt in one pass. `peak_share`: its least time by the arithmetic, over the time taken."""
 
     format: str
     kv_format: str
@@ -142,10 +139,7 @@ class ShapeCosts:
         return self.ms(format, rows, context) / self.ms(format, 1, context)
 
     def curve(self, format: str) -> Curve:
-        """Seconds of passes by rows at the shortest measured context; the longest gives the cost of cached tokens.
-
-        Raises ConfigError for a format that was not measured.
-        """
+        """Seconds of passes at the shortest context; the longest gives what cached tokens cost. Raises ConfigError."""
         curves = self.curves(format)
         base, long = min(curves), max(curves)
         points = [(x.rows, x.ms / 1e3) for x in curves[base]]

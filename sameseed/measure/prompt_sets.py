@@ -56,10 +56,7 @@ class Prompt:
         return (self.text, self.messages, *(more if any(more) else ()))
 
     def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
-        """Token ids; messages are rendered with the chat template.
-
-        `answer` generates the assistant's message before each later turn; None: the message is empty.
-        """
+        """Token ids. `answer` generates the assistant's message before each later turn; None: it is empty."""
         if self.text is not None and (not self.messages or tokenizer.chat_template is None):
             return tuple(tokenizer.encode(self.text))[: self.clip]
         messages = list(self.messages)
@@ -139,10 +136,7 @@ def parse(source: Path) -> tuple[str, str, str] | None:
 
 
 def read(name: str, task: str = "", place: str = "") -> list[Prompt]:
-    """The prompts of a set, or of one of its tasks. `place`: the file, or a folder that holds the file; "": the hub.
-
-    Raises ConfigError that says what to fetch, or for an unknown task.
-    """
+    """The prompts of a set or one of its tasks. `place`: its file or folder; "": the hub. Raises ConfigError."""
     (source, reader), path = SETS[name], Path(place)
     if not path.is_file():
         path = data.locate(source, path if place else None, f"--prompts {name}:DIR")

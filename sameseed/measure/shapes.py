@@ -16,10 +16,7 @@ NAMES = (*SHAPES, "embedded")
 
 
 def get_shape(name: str, other: str = "--model") -> ModelConfig:
-    """The config of a shape; the name is case-insensitive.
-
-    Raises ConfigError with the nearest name. `other`: the option that takes a checkpoint, for the message.
-    """
+    """The config of a shape. Raises ConfigError with the nearest name and the option for checkpoints (`other`)."""
     known = name.lower()
     if known == "embedded":
         return read_config(resolve_model("embedded"))

@@ -150,10 +150,7 @@ class TargetBench:
         return min(run.seconds / max(1, run.num_tokens) for run in runs) * self.asked.params.max_tokens
 
     def prospects(self, tell: Tell, end: float, lost: list[Loser]) -> list[Contestant]:
-        """Predict every setting of this format; costs and acceptance are measured once for each draft.
-
-        A draft whose turn comes after `end` (of `perf_counter`) is not measured, and is named in `lost`.
-        """
+        """Predict every setting; each draft is measured once, or named in `lost` where its turn comes after `end`."""
         for i, (way, spec) in enumerate(self.ways.items()):
             if self.trials and time.perf_counter() > end:
                 lost.append(no_time(f"{way}, {self.name}", self.asked))

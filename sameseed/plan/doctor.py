@@ -195,10 +195,7 @@ def read_costs(path: Path) -> RoundCost:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result, with the main fault first.
-
-    `have`: tokens that a round decides; `need`: those that it needs to pay; `need_is`: where `need` comes from.
-    """
+    """The result. `have`: tokens that a round decides; `need`: those that pay; `need_is`: where `need` comes from."""
 
     engine: str
     verdict: str

@@ -119,10 +119,7 @@ class Estimate:
 
 
 def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
-    """One estimate for each format. `machine`: its limits, or what was profiled of this model there.
-
-    Raises ConfigError, ModelLoadError or RegistryError; also where not even one sequence fits in memory in any format.
-    """
+    """One estimate a format; `machine`: its limits, or a profile of this model. Raises ConfigError where none fits."""
     profile, limits = (machine, machine.limits) if isinstance(machine, Profile) else (None, machine)
     available = available_memory() if asked.available is None else asked.available
     found, misfits = [], []

@@ -46,10 +46,7 @@ class Memory:
 def memory(
     target: Sheet, drafts: Seq[DraftPlan], available: int, context: int, batches: Seq[int], is_free: bool = True
 ) -> Memory:
-    """Memory of the target with the largest of the drafts; windows save none, because the cache keeps all tokens.
-
-    `is_free`: `available` is what is free beside this process, and not all that a machine has.
-    """
+    """Memory of the target with the largest draft. `is_free`: `available` is free beside this process."""
     process = PROGRAM + TOKEN * target.config.vocab_size
     program = 0 if is_free else process
     draft_weights = max((d.weights for d in drafts), default=0)

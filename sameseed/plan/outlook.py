@@ -127,10 +127,7 @@ def _long(rows: float) -> float:
 
 
 def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: int) -> tuple[DraftSpeed, ...]:
-    """Plain decoding, and each draft at its best length (most tokens/s), at each batch size.
-
-    A speed-up is off where the target's longer pass and the draft's steps are, each by its share of the round's time.
-    """
+    """Plain decoding, and each draft at its best length (most tokens/s), at each batch size."""
     found = []
     for batch in batches:
         plain = expected(cost, NOTHING, 0, batch, context).tokens_per_s
@@ -142,6 +139,7 @@ def speeds(cost: RoundCost, drafts: Seq[DraftPlan], batches: Seq[int], context: 
             x = max((expected(whole, middle, k, batch, context) for k in LENGTHS), key=lambda x: x.speedup)
             ends = [expected(whole, rates, x.k, batch, context).tokens for rates in (low, high)]
             chance = UNIFORM * math.log(ends[1] / ends[0])
+            # The target's longer pass and the draft's steps are off, each by its share of the round's time.
             offs = (cost.spread * _long(1 + x.k) * x.target / x.seconds, draft.spread * x.draft / x.seconds, chance)
             grade = cost.grade if draft.grade in (None, cost.grade) else "paper"
             speedup, tokens_per_s = figure(x.speedup, grade, *offs), figure(x.tokens_per_s, grade, *level, *offs)

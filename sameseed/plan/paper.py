@@ -74,10 +74,7 @@ class Sheet:
     loss: str = ""
 
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
-        """The least that a pass must do: `new_tokens` for each of `batch` sequences after `context` cached ones.
-
-        In a pass over a `prompt`, only the last token has logits.
-        """
+        """The least that a pass must do; in one over a `prompt`, only the last token has logits."""
         logits = batch * (1 if prompt else new_tokens)
         return least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
 

@@ -12,10 +12,7 @@ from sameseed.tuned import TunedFigure
 
 
 def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
-    """Write a PNG and an SVG: predicted against measured speed-ups of settings that ran, formats by speed and quality.
-
-    Right predictions lie on the diagonal. Raises ConfigError where matplotlib is missing.
-    """
+    """Write a PNG and an SVG: predicted against measured speed-ups, and formats by speed and quality."""
     asked = outcome.asked
     series = []
     for batch in sorted(asked.batches):

@@ -1,7 +1,4 @@
-"""The mean round of an engine, and what rounds of other draft lengths would cost and bring.
-
-The costs and their use are those of `cost/`; here they are read from an engine's counters.
-"""
+"""The mean round by an engine's counters, and what rounds of other draft lengths would cost and bring."""
 
 from __future__ import annotations
 

@@ -20,10 +20,7 @@ Ratios = dict[tuple[str, str], TunedFigure]  # by formats of weights and cache; 
 
 
 def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., Any], tell: Tell) -> Ratios:
-    """The perplexity ratio of each target; the checkpoint itself is loaded as the base where it is not among them.
-
-    Raises ConfigError for a text that is too short to tell anything.
-    """
+    """The ratio of each target to the checkpoint, which is loaded where it is not among them. Raises ConfigError."""
     text = asked.quality_text or "\n\n".join(p.said for file in HELD_OUT for p in read_prompts(file))
 
     def of(llm: Any, name: str) -> Perplexity:
@@ -47,10 +44,7 @@ def measure(asked: TuneRequest, targets: Seq[TargetBench], load: Callable[..., A
 
 
 def kept(asked: TuneRequest, targets: Seq[TargetBench], found: Ratios, lost: list[Loser]) -> list[TargetBench]:
-    """The targets whose interval does not lie above the bound; the others are named in `lost`.
-
-    Raises ConfigError where none is left.
-    """
+    """The targets whose interval does not lie above the bound; `lost` names the others. Raises ConfigError."""
     bound, made = asked.quality, []
     for target in targets:
         its = found.get((target.format, target.kv_format))

@@ -175,10 +175,7 @@ def _within(asked: TuneRequest, targets: list[TargetBench], spent: float, lost: 
 def affordable(
     runners: list[Contestant], asked: TuneRequest, tokens: float, left: float, lost: list[Loser]
 ) -> tuple[list[Contestant], TuneRequest]:
-    """Contestants whose first rung fits in the time left, with texts of `tokens` tokens: plain decoding, then the best.
-
-    Where not even one setting fits beside plain decoding, they run with fewer prompts, which `lost` then says.
-    """
+    """Contestants whose first rung fits in the time left: plain decoding, then the best; fewer prompts if need be."""
     reference, by_memory = next(c for c in runners if c.plain), asked.objective == "memory"
 
     def hope(c: Contestant) -> tuple[float, ...]:

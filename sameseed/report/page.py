@@ -8,10 +8,7 @@ from jinja2 import Environment, FileSystemLoader
 
 
 def templates(folder: Path, **names: object) -> Environment:
-    """The templates in a folder; they extend page.html (blocks about and body; values title, head, tone).
-
-    `names`: values for all of them.
-    """
+    """Templates that extend page.html (blocks about, body; values title, head, tone). `names`: values for all."""
     loader = FileSystemLoader([folder, Path(__file__).parent])
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.globals.update(names)

@@ -227,10 +227,7 @@ class LoadBench:
         return wire.exchange(self.client, endpoint, body, self.settings.timeout, self.settings.max_retries, due)
 
     async def measure(self, shape: Shape, level: LoadLevel, tick: Callable[..., None]) -> dict[str, list[Repetition]]:
-        """The repetitions of each arm, by label. `tick(note=...)` is called after every run of an arm.
-
-        Raises ConfigError if the server refuses every request of a run as wrong (HTTP 4xx).
-        """
+        """The repetitions of each arm, by label. Raises ConfigError if a server refuses all requests as wrong (4xx)."""
         found: dict[str, list[Repetition]] = {arm.label: [] for arm in self.arms}
         for arm in self.arms:
             if self.settings.warm_up:

@@ -138,10 +138,7 @@ def summarize(outcomes: Seq[Exchange], bounds: Bounds) -> dict[str, Any]:
 
 
 def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str) -> dict[str, Any] | None:
-    """Acceptance from counts summed over `found`; None if nothing was drafted.
-
-    `names`: the names of drafts, drafted tokens and accepted tokens in each mapping.
-    """
+    """Acceptance from counts summed over `found`, by these `names` in it; None if nothing was drafted."""
     found = list(found)
     drafts, drafted, accepted = (sum(f.get(name) or 0 for f in found) for name in names)
     if not drafts or not drafted:

@@ -80,10 +80,7 @@ class PromptSource:
             self.special = begun[: len(begun) - len(first)]
 
     async def make(self, shape: Shape, count: int, seed: str) -> list[dict[str, Any]]:
-        """`count` prompts as fields of a request's body. Raises ConfigError.
-
-        Prompts of a file are taken in order from a random start, and wrap around at the end.
-        """
+        """`count` prompts as fields of a body; those of a file in order from a random start. Raises ConfigError."""
         noise = random.Random(f"prompts {seed}")
         if self.packaged:
             return [await self._drawn(shape.num_input or 0, noise) for _ in range(count)]

@@ -109,10 +109,7 @@ def _against(mine: list[Repetition], base: list[Repetition]) -> dict[str, Any]:
 
 
 def remarks(bench: LoadBench, record: Mapping[str, Any], fewest: int) -> list[str]:
-    """Remarks on everything that limits the record's values.
-
-    `fewest`: the least number of requests in a repetition of this arm or of its baseline.
-    """
+    """What limits the record's values. `fewest`: the least requests in a repetition of this arm or its baseline."""
     repetitions, c, accepted = record["repetitions"], record["config"], record["acceptance"]
     counted = {name for r in repetitions for name in r["counted"]}
     by_chunks, no_sizes = "chunks" in counted, record["itl_token_ms"] is None and bool(counted)

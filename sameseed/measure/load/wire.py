@@ -136,10 +136,7 @@ async def await_ready(client: httpx.AsyncClient, url: str) -> None:
 
 
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
-    """The server's description of the endpoint's model, or of its first model; empty if the named model is not listed.
-
-    Raises ConfigError if there is no such server.
-    """
+    """The server's description of the endpoint's model, or of its first; empty if it lists none. Raises ConfigError."""
     page = f"{endpoint.url}/v1/models"
     try:
         response = await client.get(page)

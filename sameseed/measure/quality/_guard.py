@@ -99,10 +99,7 @@ def watch(folder: str) -> None:
 
 
 def main() -> None:
-    """Run program.py in the working directory; write the token, a newline and the error, if any, to standard output.
-
-    The program's own output goes nowhere.
-    """
+    """Run program.py, whose output goes nowhere; write the token, a newline and the error, if any, to stdout."""
     job = json.loads(sys.stdin.readline())
     sys.stdin, output = io.StringIO(""), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -296,10 +296,7 @@ def _beside(mine: Quality, base: Quality, notes: list[str], seed: int) -> dict[s
 
 
 def warnings(made: Mapping[str, Any], base: Mapping[str, Any], own_rate: float | None) -> list[str]:
-    """Warnings about a variant's record: lost acceptance (which no other value shows), lost perplexity, changed text.
-
-    `own_rate`: acceptance rate of the same model as a draft in its original format, if known.
-    """
+    """Warnings about a variant. `own_rate`: acceptance of its model as a draft in its original format, if known."""
     c, found = made["comparison"], []
     pairs = {"as target": (c["as_target"], base["comparison"]["as_target"]["acceptance_rate"])}
     pairs["as draft"] = c["as_draft"], own_rate

@@ -49,10 +49,7 @@ class SandboxOutcome:
 
 
 def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
-    """Run a Python program for at most `seconds` of wall time and of CPU time.
-
-    Raises ConfigError on systems without such limits.
-    """
+    """Run a Python program for at most `seconds` of wall and CPU time. Raises ConfigError where these have no limit."""
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
     token, answer = secrets.token_hex(16), b""

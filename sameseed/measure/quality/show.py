@@ -32,10 +32,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Parse MODEL[@FORMAT[@KVFORMAT]]. A path that exists is a model, even if it contains "@".
-
-        Raises ConfigError or RegistryError.
-        """
+        """Parse MODEL[@FORMAT[@KVFORMAT]]; a path that exists is a model. Raises ConfigError or RegistryError."""
         parts = [text] if Path(text).exists() else text.split("@")
         if len(parts) > 3 or not all(parts):
             raise ConfigError(f"a variant is MODEL, MODEL@FORMAT or MODEL@FORMAT@KVFORMAT, got {text!r}")

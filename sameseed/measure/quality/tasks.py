@@ -197,10 +197,7 @@ def humaneval(llm: LLM, settings: EvalSettings, report: Report = silent) -> Task
 
 
 def read_rows(name: str, settings: EvalSettings) -> tuple[Splits, tuple[str, ...]]:
-    """The rows of a task by the harness's name of their split, and notes for the result.
-
-    Raises ConfigError for missing or invalid data, or if the harness is not installed.
-    """
+    """The rows of a task by the harness's name of their split, and notes for the result. Raises ConfigError."""
     if find_spec("lm_eval") is None:
         raise ConfigError(f"{name} runs through lm-evaluation-harness: pip install '.[eval]'")
     notes: tuple[str, ...] = ()
