@@ -105,22 +105,23 @@ def report(
                 into[v] = str(error) or type(error).__name__
         return found
 
-    def checked(v: Variant) -> None:
-        drafts = "ngram" if drafts_for_itself(v, spec) else spec
-        check_parts(resolve_model(v.model), make_config(drafts, **asked.engine, **v.settings))
+    def checked(v: Variant) -> SpecConfig:
+        """What drafts for the variant: n-grams where it is the draft itself."""
+        ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
+        own = ngram if drafts_for_itself(v, spec) else spec
+        check_parts(resolve_model(v.model), make_config(own, **asked.engine, **v.settings))
+        return own
 
     def quality_of(v: Variant) -> Quality:
+        gc.collect()  # what was loaded before
         llm = LLM(v.model, **{**asked.engine, **v.settings})
-        try:
-            found = tasks.evaluate(llm, asked.quality, lambda s, d, t: progress(f"{v.label}: {s}", d, t))
-        finally:
-            del llm
-            gc.collect()
+        found = tasks.evaluate(llm, asked.quality, lambda s, d, t: progress(f"{v.label}: {s}", d, t))
         keep(v, found)
         return found
 
     impossible, failed = dict[Variant, str](), dict[Variant, str]()
-    parsed = list(each(parsed, checked, impossible))
+    drafts = each(parsed, checked, impossible)
+    parsed = list(drafts)
     for v, reason in impossible.items():
         tell(f"left out: {v.label}: {reason}")
     if impossible and len(parsed) == 1:
@@ -132,7 +133,7 @@ def report(
 
     def speeds_of(group: Seq[Variant]) -> dict[Variant, Measured]:
         gc.collect()  # what was loaded before
-        benches = {v: _load(v, spec, prompts, asked) for v in group}
+        benches = {v: _load(v, drafts[v], prompts, asked) for v in group}
         runs = interleave(list(benches.values()), asked.repeat, lambda label: tick())
         return {v: _figures(b, runs, asked.quality.seed) for v, (b, _) in benches.items()}
 
@@ -159,7 +160,7 @@ def report(
         progress("as draft of the baseline", i, len(parsed))
         drafted, why = as_draft(base, v, prompts, asked)
         notes = [] if why is None else [f"cannot draft for the baseline: {why}"]
-        if drafts_for_itself(v, spec):
+        if drafts[v] is not spec:
             notes.append("it is the draft itself, so n-grams draft for it")
         comparison = {
             "baseline": base.label,
@@ -215,9 +216,8 @@ def _fit_together(variants: Iterable[Variant], asked: Comparing) -> bool:
 
 
 def _load(v: Variant, spec: SpecConfig, prompts: Seq[Prompt], asked: Comparing) -> tuple[Bench, Workload]:
-    """A variant's plain and drafted arms, warm; it is drafted for by n-grams where it is the draft itself."""
-    ngram = SpecConfig("ngram", num_draft_tokens=spec.num_draft_tokens, policy=spec.policy)
-    arms = [Arm("plain", SpecConfig()), Arm("draft", ngram if drafts_for_itself(v, spec) else spec)]
+    """A variant's plain and drafted arms, warm."""
+    arms = [Arm("plain", SpecConfig()), Arm("draft", spec)]
     given = fitted(v.model, {**asked.engine, **v.settings, "max_num_seqs": 1}, prompts, asked.max_tokens)
     bench = Bench(v.model, arms, given)
     workload = bench.workload("prompts", prompts, SamplingParams(max_tokens=asked.max_tokens, seed=0))

@@ -109,18 +109,6 @@ def test_batches_are_predicted_though_the_shares_saw_none(record):
     assert sorted(errors)[-2:][0] < 0.25 and max(errors) < 0.38  # the worst: slower than a chain of as many rows
 
 
-def test_another_run_is_predicted_which_the_shares_did_not_see():
-    peers = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "peers.jsonl").read_text())
-    arms = [a for group in peers["groups"] for a in group["arms"] if a["engine"] == "sameseed"]
-    limits, errors = RECORDS[0].limits, []  # of the same machine on the same day
-    for arm in arms:
-        cost = recorded(peers["shape"], arm["settings"]["format"], arm["settings"]["kv_format"]).cost(limits)
-        errors += [cost.target(x["rows"], 1, 256) * 1e3 / x["median"] - 1 for x in arm["rows"]]
-        errors.append(cost.prompt(512) / (512 / arm["prefill"]["median"]) - 1)
-        errors.append(cost.target(16, 16, 128) / (16 / arm["batch"]["median"]) - 1)
-    assert len(errors) == 12 and np.median(np.abs(errors)) < 0.12 and max(np.abs(errors)) < 0.23
-
-
 def test_a_hub_id_is_looked_up_in_the_cache_first(tmp_path, monkeypatch):
     import huggingface_hub
 

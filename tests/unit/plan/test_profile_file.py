@@ -104,28 +104,21 @@ def test_llm_takes_what_was_chosen_where_nothing_is_said(tmp_path):
     assert (other.config.spec.method, other.config.max_num_seqs) == ("none", 4)
 
 
-def test_goodput_decides_beyond_the_scope(tmp_path, caplog):
-    path = written(made(), tmp_path)
+def test_goodput_decides_beyond_the_scope(tmp_path, caplog, capsys, monkeypatch):
+    path, params = written(made(), tmp_path), SamplingParams(max_tokens=2, temperature=0.4, seed=1)
     assert LLM(profile=path).config.spec.policy == "fixed"
     with caplog.at_level(logging.WARNING):
-        llm = LLM(profile=path, max_num_seqs=9)
-        llm.generate("x", SamplingParams(max_tokens=2, temperature=0.4, seed=1))
+        LLM(profile=path, max_num_seqs=9).generate("x", params)
         assert "above the 8 sequences" in caplog.text and "temperature" not in caplog.text
-        LLM(profile=path).generate("x", SamplingParams(max_tokens=4, temperature=1.2, seed=1))
-    assert "temperature 1.2 lies outside" in caplog.text
-
-
-def test_the_server_says_what_a_profile_limits(tmp_path, capsys, monkeypatch):
+        LLM(profile=path).generate("x", dataclasses.replace(params, temperature=1.2))
+        assert "temperature 1.2 lies outside" in caplog.text
+        caplog.clear()
+        LLM(profile=written(made(chosen=Chosen(draft="none")), tmp_path / "plain"))
+        assert "goodput" not in caplog.text, "plain decoding has no scope"
     monkeypatch.setattr("sameseed.server.run.serve", lambda *_: 0)
-    argv = ["serve", "--profile", written(made(), tmp_path)]
-    assert main(argv) == 0 and "at most 8 requests" in capsys.readouterr().err
-    assert main([*argv, "--max-num-seqs", "9"]) == 0 and "at most" not in capsys.readouterr().err
-
-
-def test_plain_decoding_has_no_scope(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        LLM(profile=written(made(chosen=Chosen(draft="none")), tmp_path))
-    assert "goodput" not in caplog.text
+    for more, said in ((), True), (("--max-num-seqs", "9"), False):
+        assert main(["serve", "--profile", path, *more]) == 0
+        assert ("at most 8 requests" in capsys.readouterr().err) is said
 
 
 def test_flags_win_over_the_profile(tmp_path):
@@ -145,19 +138,10 @@ def test_flags_win_over_the_profile(tmp_path):
     assert (parsed.model, parsed.settings["draft"], parsed.settings["format"]) == ("m", None, "bf16")
 
 
-def test_generate_uses_a_profile(tmp_path, capsys):
-    path = written(made(), tmp_path)
-    argv = ["generate", "1 1 1 1 1 1 1 1", "--profile", path, "--json", "--max-tokens", "8"]
-    assert main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["num_draft_tokens"] > 0
-    assert main([*argv, "--draft", "none"]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["num_draft_tokens"] == 0
-    assert main(["generate", "x", "--profile", str(tmp_path / "none.toml")]) == 2
-    assert "sameseed tune" in capsys.readouterr().err
-
-
 def test_bench_measures_what_was_chosen(tmp_path, capsys):
     path = written(made(), tmp_path)
+    assert main(["generate", "x", "--profile", str(tmp_path / "none.toml")]) == 2
+    assert "sameseed tune" in capsys.readouterr().err
     (tmp_path / "prompts.txt").write_text("a b a b a b a b")
     argv = f"bench --profile {path} --prompts {tmp_path / 'prompts.txt'} --repeat 1 --max-tokens 6"
     assert main([*argv.split(), "--temperatures", "0", "--json", "--out", str(tmp_path / "out.jsonl")]) == 0

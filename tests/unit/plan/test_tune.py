@@ -224,10 +224,9 @@ def test_formats_beyond_the_bound_are_dropped_and_named():
 
 
 def test_the_checkpoint_is_measured_where_the_grid_lacks_it():
-    request = asked(quality=1.02, quality_tokens=300)
-    target = SimpleNamespace(format="w4a8", kv_format="auto", name="w4a8", bench=SimpleNamespace())
-    target.bench.llm = LLM("embedded", format="w4a8", max_num_seqs=1)
-    found = quality.measure(request, [target], LLM, lambda *_: None)["w4a8", "auto"]
+    llm = LLM("embedded", format="w4a8", max_num_seqs=1)
+    target = SimpleNamespace(format="w4a8", kv_format="auto", name="w4a8", bench=SimpleNamespace(llm=llm))
+    found = quality.measure(asked(quality_tokens=300), [target], LLM, lambda *_: None)["w4a8", "auto"]
     assert found.low < found.value < found.high and math.isfinite(found.high) and found.value != 1.0
 
 
@@ -296,10 +295,8 @@ def test_by_hand():
     none = Trial({4: TrialRun(3, np.zeros((0, 2), np.int64), (0.0,))})
     assert none.drafted(4) == Drafted(0.0, (1.0,), ((0.0, 0.0),)) and none.rates(4).mean_accept_length == 1.0
 
-
-def test_each_size_of_a_tree_has_a_run_of_its_own():
     runs = {k: TrialRun(2, np.array([[k, 1], [k, k // 4]]), (1.0,)) for k in (4, 16)}
-    trial = Trial(runs)
+    trial = Trial(runs)  # each size of a tree has a run of its own
     assert (trial.drafted(4).accepted, trial.drafted(16).accepted) == (1.0, 2.5)
     assert trial.drafted(16).rows == 16 and trial.drafted(16).levels == ((1.0, 8),), "no deeper than drafts are"
 

@@ -141,12 +141,10 @@ async def test_what_a_server_does_is_seen():
 
 
 async def test_refusals_are_tried_again_and_counted():
-    fake = Fake(busy=3)
-    _, records = await measure(fake, replace(SETTINGS, warm_up=0), [Endpoint("server", "http://fake")])
+    server, settings = [Endpoint("server", "http://fake")], replace(SETTINGS, warm_up=0)
+    _, records = await measure(Fake(busy=3), settings, server)
     assert records[0]["retries"] == 3 and not records[0]["errors"]
-    _, records = await measure(
-        Fake(busy=99), replace(SETTINGS, warm_up=0, max_retries=1), [Endpoint("server", "http://fake")]
-    )
+    _, records = await measure(Fake(busy=99), replace(settings, max_retries=1), server)
     assert records[0]["errors"] == {"HTTP 503 after 1 retries": 6} and records[0]["retries"] == 6
     assert records[0]["output_tokens_per_s"] == 0
 
@@ -183,8 +181,7 @@ async def test_a_server_that_loads_is_waited_for(monkeypatch):
 
 
 async def test_lengths_that_nobody_asked_for_are_scaled_to_the_context(caplog):
-    fake = Fake()
-    async with httpx.AsyncClient(transport=httpx.MockTransport(fake)) as client:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(Fake())) as client:
         bench = LoadBench(client, arms(), replace(SETTINGS, shapes=(Shape(100, 20), Shape(600, 40)), fit=True))
         await bench.prepare()
     assert [s.label for s in bench.settings.shapes] == ["10-2", "59-4"] and "scaled by 0.098" in caplog.text
@@ -201,31 +198,26 @@ async def test_a_server_that_tells_less():
     assert records[0]["acceptance"]["source"] == "/metrics"
     assert records[0]["acceptance"]["mean_acceptance_length"] == 4.0
     assert records[0]["acceptance"]["num_drafts"] == 6 * 4, "what the counters gained, the warm-up left out"
-    with pytest.raises(ConfigError, match="no /tokenize"):
-        await measure(fake, replace(SETTINGS, prompts="random"), [Endpoint("server", "http://fake")])
 
 
-async def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ConfigError, match="--baseline-url"):
-        await measure(Fake(drafts_when_off=True), SETTINGS, arms())
-    with pytest.raises(ConfigError, match="leave --strict out"):
-        await measure(Fake(), replace(SETTINGS, strict=True), arms())
-    with pytest.raises(ConfigError, match="--baseline-url"):
-        await measure(Fake(reads_speculation=False), SETTINGS, arms())
-    with pytest.raises(ConfigError, match="--baseline-url"):
-        await measure(Fake(status=400, message="'speculation' is not supported"), SETTINGS, arms())
-    with pytest.raises(ConfigError, match="no such thing"):
-        await measure(Fake(status=400), SETTINGS, arms())
-    with pytest.raises(ConfigError, match=r"needs 70 tokens and the server's context is 64.*--scale 0\.89"):
-        await measure(Fake(), replace(SETTINGS, shapes=(Shape(60, 10),)), arms())
-    with pytest.raises(ConfigError, match="API key"):
-        await measure(lambda r: httpx.Response(401), SETTINGS, arms())
+def nobody(request):
+    raise httpx.ConnectError("refused")
 
-    def nobody(request):
-        raise httpx.ConnectError("refused")
 
-    with pytest.raises(ConfigError, match=r"no server at http://fake.*is it running"):
-        await measure(nobody, SETTINGS, arms())
+@pytest.mark.parametrize(
+    ("fake", "changes", "says"),
+    [
+        (Fake(drafts_when_off=True), {}, "--baseline-url"), (Fake(), {"strict": True}, "leave --strict out"),
+        (Fake(reads_speculation=False), {}, "--baseline-url"), (Fake(status=400), {}, "no such thing"),
+        (Fake(status=400, message="'speculation' is not supported"), {}, "--baseline-url"),
+        (Fake(), {"shapes": (Shape(60, 10),)}, r"needs 70 tokens and the server's context is 64.*--scale 0\.89"),
+        (lambda r: httpx.Response(401), {}, "API key"), (nobody, {}, r"no server at http://fake.*is it running"),
+        (Fake(tokenizes=False), {"prompts": "random"}, "no /tokenize"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_compared_is_refused(fake, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        await measure(fake, replace(SETTINGS, **changes), arms())
 
 
 async def test_chat_random_tokens_and_files(tmp_path):
@@ -245,25 +237,22 @@ async def test_chat_random_tokens_and_files(tmp_path):
 
 
 async def test_an_open_level_is_recorded():
-    level = LoadLevel(rate=500.0, burstiness=0.5)
-    _, records = await measure(Fake(), replace(SETTINGS, levels=(level,)), arms())
+    _, records = await measure(Fake(), replace(SETTINGS, levels=(LoadLevel(rate=500.0, burstiness=0.5),)), arms())
     config = records[0]["config"]
     assert (config["concurrency"], config["rate"], config["burstiness"]) == (None, 500.0, 0.5)
-    assert records[0]["repetitions"][0]["late_ms"] is not None
-    assert show.cells(records[0])["load"] == "500/s"
+    assert records[0]["repetitions"][0]["late_ms"] is not None and show.cells(records[0])["load"] == "500/s"
 
 
 async def test_a_run_ends_with_its_time():
     """All levels in one run, each limited by its time; the remarks say what this means for the figures."""
-    levels = tuple(LoadLevel(concurrency=c) for c in (1, 2, 4, 8, 16, 32))
+    levels = tuple(LoadLevel(concurrency=c) for c in (1, 4, 32))
     settings = replace(SETTINGS, levels=levels, num_requests=None, max_seconds=1e-9)
     _, records = await measure(Fake(), settings, arms())
-    assert [r["config"]["concurrency"] for r in records[1::2]] == [1, 2, 4, 8, 16, 32]
+    assert [r["config"]["concurrency"] for r in records[1::2]] == [1, 4, 32]
     for made in records:
         schemas.check(made)
         level = made["config"]["concurrency"]
         assert [r["num_requests"] for r in made["repetitions"]] == [level] * 2, "one a client"
-        assert made["config"]["max_seconds"] == 1e-9
         assert any(f"after {level} of {max(8, 4 * level)} requests" in remark for remark in made["remarks"])
         assert any("this is a burst" in remark for remark in made["remarks"])
     assert records[-1]["same_texts"] == [64, 64]

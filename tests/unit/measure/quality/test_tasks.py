@@ -1,7 +1,5 @@
 import gzip
-import json
 import textwrap
-from dataclasses import replace
 
 import pytest
 from fixtures_models import SHARED, need
@@ -149,19 +147,6 @@ def test_without_the_harness_the_extra_is_named(data_folder, monkeypatch):
     monkeypatch.setattr("sameseed.measure.quality.tasks.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
         tasks.check(EvalSettings(("gsm8k",), data_folder))
-
-
-def test_all_tasks_run_on_a_model_and_report(harness, llm, data_folder):
-    seen = {}
-    asked = EvalSettings(tasks.NAMES, data_folder, 2, True, 0.7, max_tokens=12, seed=3, window=64, stride=32)
-    found = tasks.evaluate(llm, asked, lambda s, d, t: seen.update({s: d}))
-    assert [r.task for r in found.results] == [*tasks.TASKS]
-    assert found.perplexity is not None and found.perplexity.perplexity > 1
-    assert {"perplexity", "humaneval", "humaneval, tests", "gsm8k", "mmlu_pro"} <= set(seen)
-    assert json.loads(json.dumps(found.as_dict(0)))["tasks"][1]["num_questions"] == 2
-    assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
-    again = tasks.evaluate(llm, replace(asked, tasks=("gsm8k",)))
-    assert again.results[0].answers == found.results[1].answers
 
 
 def test_the_answer_to_a_question_does_not_depend_on_the_others(llm):
