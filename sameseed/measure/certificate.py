@@ -262,11 +262,7 @@ def _number(value: float) -> str:
 
 
 _TEMPLATES = templates(
-    Path(__file__).parent,
-    sizes=sizes_text,
-    statistic=statistic_text,
-    bound=bound_text,
-    summary=summary,
+    Path(__file__).parent, sizes=sizes_text, statistic=statistic_text, bound=bound_text, summary=summary
 )
 
 
