@@ -24,16 +24,9 @@ from sameseed.report.schemas import BENCH_SCHEMA
 from sameseed.request import SamplingParams
 
 SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p")  # fields of SamplingParams that a record holds
-COUNTED = (  # fields of SpecMetrics that a record holds
-    "num_rounds",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "acceptance_rate",
-    "mean_acceptance_length",
-    "num_ahead",
-    "num_ahead_kept",
-)
+# Fields of SpecMetrics that a record holds.
+COUNTED = ["num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_ahead", "num_ahead_kept"]
+COUNTED += ["acceptance_rate", "mean_acceptance_length"]
 
 
 def config_as_dict(llm: LLM, model: str, arm: Arm, workload: Workload) -> dict[str, object]:

@@ -74,6 +74,7 @@ COUNTERS, GAUGES, LABELLED = (
 )
 
 
+LOOKS = 10  # at the metrics of a server that is watched
 PREFIXES = {"vllm": "vllm", "llamacpp": "llama.cpp"}  # engines by the prefix of their names
 
 
@@ -133,14 +134,12 @@ def fetch(url: str, timeout: float = 10.0, key: str | None = None) -> str:
         raise ConfigError(f"no answer from {page} ({why}); is the server running, and is this its address?") from None
 
 
-def watch(
-    get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], object] = time.sleep, looks: int = 10
-) -> Counted:
-    """Counters over the next `seconds`; gauges are means over `looks` + 1 reads. Raises ConfigError without traffic."""
+def watch(get: Callable[[], str], seconds: float, where: str, sleep: Callable[[float], object] = time.sleep) -> Counted:
+    """Counters over the next `seconds`; gauges are means over `LOOKS` + 1 reads. Raises ConfigError without traffic."""
     start = time.perf_counter()
     seen = [read_text(get(), where)]
-    for _ in range(looks):
-        sleep(seconds / looks)
+    for _ in range(LOOKS):
+        sleep(seconds / LOOKS)
         seen.append(read_text(get(), where))
     found = seen[-1].since(seen[0], max(time.perf_counter() - start, 1e-9))
     if not found.tokens:

@@ -249,7 +249,6 @@ def ratio_interval(
     wholes: Seq[float],
     seed: int,
     transform: Callable[[np.ndarray], np.ndarray] = lambda x: x,
-    resamples: int = RESAMPLES,
 ) -> Interval | None:
     """Interval of transform(sum(parts) / sum(wholes)) over resampled units; None for fewer than two units.
 
@@ -263,8 +262,8 @@ def ratio_interval(
     generator = np.random.default_rng(seed)
     step = max(1, CHUNK // n)
     found = []
-    for start in range(0, resamples, step):
-        counts = generator.multinomial(n, np.full(n, 1.0 / n), size=min(step, resamples - start))
+    for start in range(0, RESAMPLES, step):
+        counts = generator.multinomial(n, np.full(n, 1.0 / n), size=min(step, RESAMPLES - start))
         below = counts @ bottom
         found.append(np.divide(counts @ top, below, out=np.full(len(below), np.nan), where=below > 0))
     values = transform(np.concatenate(found))

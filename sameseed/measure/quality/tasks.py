@@ -273,26 +273,23 @@ def _text(asked: EvalSettings) -> tuple[str, str]:
 def evaluate(llm: LLM, asked: EvalSettings, report: Report = silent) -> Quality:
     """Run the tasks, perplexity first. Raises ConfigError as `check` does."""
     check(asked)
-    found, text_name, notes = None, None, []
+    found, text_name, said = None, None, dict[str, bool]()
     if PERPLEXITY in asked.tasks:
         content, text_name = _text(asked)
         found = perplexity(llm, content, asked.window, asked.stride, asked.tokens, partial(report, PERPLEXITY))
-        # Notes name every deviation from the published protocol.
-        if found.window < asked.window:
-            notes.append(
-                f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})"
-            )
-        if found.stride < asked.stride:
-            notes.append(
-                f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})"
-            )
-        if not found.whole:
-            notes.append(f"only the first {found.tokens + 1} tokens of the text were read")
-        if asked.text is None and "<unk>" in content:
-            notes.append(
-                "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between "
-                "models stand, absolute figures are not comparable with published ones"
-            )
+        said = {  # every deviation from the published protocol
+            f"the model's context is {found.window} tokens: windows are clipped to it (asked for: {asked.window})": (
+                found.window < asked.window
+            ),
+            f"the stride is {found.stride}, so that each window overlaps the one before (asked: {asked.stride})": (
+                found.stride < asked.stride
+            ),
+            f"only the first {found.tokens + 1} tokens of the text were read": not found.whole,
+            "the text is WikiText-2's word-tokenised variant (it holds <unk>), not the raw one: ratios between models "
+            "stand, absolute figures are not comparable with published ones": (
+                asked.text is None and "<unk>" in content
+            ),
+        }
     results = []
     for task in (name for name in TASKS if name in asked.tasks):
         if task == "humaneval":
@@ -301,4 +298,4 @@ def evaluate(llm: LLM, asked: EvalSettings, report: Report = silent) -> Quality:
             from sameseed.measure.lm_eval import run_harness
 
             results.append(run_harness(llm, task, asked, report))
-    return Quality(found, text_name, tuple(results), tuple(notes))
+    return Quality(found, text_name, tuple(results), tuple(note for note, holds in said.items() if holds))
