@@ -52,10 +52,6 @@ class Pass:
         return 1 if self.kind == "batch" else self.rows
 
     @property
-    def logit_rows(self) -> int:
-        return 1 if self.kind == "prefill" else self.rows
-
-    @property
     def num_blocks(self) -> int:
         """KV cache blocks that the pass needs."""
         return self.num_seqs * -(-(self.context + self.new_tokens) // BLOCK_SIZE)
@@ -129,6 +125,38 @@ class PassWork:
         return self.matrix_ops / limits.peak(peak) + self.attention_ops / limits.peak("fp32")
 
 
+@dataclass(frozen=True)
+class ModelWork:
+    """What passes of a model read and compute. `read`: bytes of the weights that a pass reads.
+
+    `row`: bytes of a cached token. `peak`: the arithmetic of its matrix products, as in `Limits.peak`.
+    """
+
+    config: ModelConfig
+    read: float
+    row: int
+    peak: str
+
+    def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
+        """The least work of a pass over `new_tokens` tokens of each of `batch` sequences after `context` cached ones.
+
+        In a pass over a `prompt`, only the last token has logits.
+        """
+        c, rows = self.config, batch * new_tokens
+        matrix_ops = 2.0 * (
+            c.row_parameters * rows + c.vocab_size * c.hidden_size * batch * (1 if prompt else new_tokens)
+        )
+        keys = read = 0
+        for window in c.windows[len(c.state_shapes) :]:  # recurrent layers read and write a state instead
+            reach = context + new_tokens if window is None else window
+            # Row i of a sequence attends to the context and to the new rows up to its own, at most `reach` of them.
+            keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
+            read += min(context, reach)
+        cached = self.row / len(c.kv_shapes) * read + 8.0 * sum(torch.Size(s).numel() for s, _ in c.state_shapes)
+        num_bytes = self.read * c.read_share(rows, batch) + cached * batch
+        return PassWork(num_bytes, matrix_ops, 4.0 * c.num_heads * c.head_dim * keys * batch)
+
+
 class TimedModel:
     """A loaded model with a KV cache full of noise: timings depend on reading the cache, not on its values."""
 
@@ -141,12 +169,10 @@ class TimedModel:
         cache = KVCache(c.kv_shapes, num_blocks, BLOCK_SIZE, self.kv_format, str(model.device), states)
         fill(cache)
         self.runner = ModelRunner(model, cache)
-        self.kv_row_bytes = cache.nbytes / (num_blocks * BLOCK_SIZE)
-        weights = model.weights
-        self.weight_bytes = sum(m.nbytes for m in weights.matrices)
-        self.read_bytes = weights.read_bytes
-        largest = weights.layers[0].matrices[-1]
+        self.weight_bytes = sum(m.nbytes for m in model.weights.matrices)
+        largest = model.weights.layers[0].matrices[-1]
         self.peak = "int8" if largest.activations == "int8" else "bf16" if largest.format == "bf16" else "fp32"
+        self.sizes = ModelWork(c, model.weights.read_bytes, cache.nbytes // (num_blocks * BLOCK_SIZE), self.peak)
 
     def seconds(self, job: Pass) -> float:
         """Run a pass as the engine would, and return its seconds. Nothing is committed to the cache."""
@@ -170,35 +196,7 @@ class TimedModel:
 
     def work(self, job: Pass) -> PassWork:
         """The least work of a pass of this model."""
-        return least_work(
-            self.config, self.read_bytes, self.kv_row_bytes, job.context, job.num_seqs, job.new_tokens, job.logit_rows
-        )
-
-
-def least_work(
-    c: ModelConfig,
-    read_bytes: float,
-    kv_row_bytes: float,
-    context: int,
-    num_seqs: int,
-    new_tokens: int,
-    logit_rows: int,
-) -> PassWork:
-    """The least work of a pass over `new_tokens` tokens of each of `num_seqs` sequences with `context` cached tokens.
-
-    `read_bytes`: bytes of the weights that a pass reads. `kv_row_bytes`: bytes of one cached token in all layers.
-    """
-    rows = num_seqs * new_tokens
-    matrix_ops = 2.0 * (c.row_parameters * rows + c.vocab_size * c.hidden_size * logit_rows)
-    read_bytes *= c.read_share(rows, num_seqs)
-    keys = read = 0
-    for window in c.windows[len(c.state_shapes) :]:  # recurrent layers read and write a state instead
-        reach = context + new_tokens if window is None else window
-        # Row i of a sequence attends to the context and to the new rows up to its own, at most `reach` of them.
-        keys += sum(min(context + i + 1, reach) for i in range(new_tokens))
-        read += min(context, reach)
-    cached = kv_row_bytes / len(c.kv_shapes) * read + 8.0 * sum(torch.Size(s).numel() for s, _ in c.state_shapes)
-    return PassWork(read_bytes + cached * num_seqs, matrix_ops, 4.0 * c.num_heads * c.head_dim * keys * num_seqs)
+        return self.sizes.work(job.num_seqs, job.new_tokens, job.context, job.kind == "prefill")
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:

@@ -7,10 +7,10 @@ and the flags that mend it, are in `doctor.toml`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sameseed.cost.curve import Curve
 from sameseed.cost.round import Gap, ModelSteps, RoundCost
 from sameseed.measure.costs import Profile
 from sameseed.plan.metrics import Counted
-from sameseed.plan.pricing import MARGIN, Pricing, State, state_of
+from sameseed.plan.pricing import MARGIN, Rounds, rounds_of
 from sameseed.tuned import TABLE_END
 
 if sys.version_info >= (3, 11):
@@ -62,6 +62,9 @@ def fault(engine: str, key: str, **figures: object) -> Fault:
     return Fault(words.get("name", key), words["says"].format(**figures), tuple(flags))
 
 
+Say = Callable[..., Fault]  # `fault` of an engine
+
+
 def flags_of(engine: str, name: str, **figures: object) -> tuple[str, ...]:
     """An engine's flags that `doctor.toml` lists under a name such as {length}; another text is itself a flag."""
     texts = WORDS["flags"][name][engine] if name in WORDS["flags"] else (name,)
@@ -80,9 +83,9 @@ def undrafted(counted: Counted) -> Fault:
     return fault(counted.engine, "none or nothing" if counted.engine == "llama.cpp" else "nothing found")
 
 
-def find(state: State, pricing: Pricing) -> list[Fault]:
+def find(rounds: Rounds) -> list[Fault]:
     """All faults that the counters show, the main one first; the last are remarks on what flatters the figures."""
-    counted, say = state.counted, partial(fault, state.counted.engine)
+    counted, say = rounds.counted, partial(fault, rounds.counted.engine)
     reasons = {why: n for why, n in counted.undrafted.items() if why in REASONS}
     able = (counted.drafts or 0.0) + sum(reasons.values())
     often = sorted((why for why, n in reasons.items() if n > LOST * able), key=lambda why: -reasons[why])
@@ -94,66 +97,64 @@ def find(state: State, pricing: Pricing) -> list[Fault]:
         return [*lost.values()] or [say("too few", drafts=counted.drafts)]
     if counted.prefix_queries and (counted.prefix_hits or 0.0) > REPEATED * counted.prefix_queries:
         remarks.append(say("repeated texts", share=(counted.prefix_hits or 0.0) / counted.prefix_queries))
-    in_order = (_rightness(state, pricing), lost.values(), _time(state, pricing), _lengths(state, pricing), remarks)
-    return [*chain.from_iterable(in_order)]
+    return [*_rightness(rounds, say), *lost.values(), *_time(rounds, say), *_lengths(rounds, say), *remarks]
 
 
-def _rightness(state: State, pricing: Pricing) -> Iterator[Fault]:
+def _rightness(rounds: Rounds, say: Say) -> Iterator[Fault]:
     """Faults of the draft's quality."""
-    engine, first, rest = state.counted.engine, state.conditional[0], state.conditional[1:]
-    known = pricing.source not in (None, "bound")
-    shorter = (known and pricing.best[0]) or 1
+    first, *rest = rounds.conditional
+    shorter = (rounds.source not in (None, "bound") and rounds.best[0]) or 1
     if first < USELESS:
-        yield fault(engine, "useless draft", first=first)
+        yield say("useless draft", first=first)
     elif len(rest) >= 2 and first <= SPLIT and min(rest) >= FLAT:
-        yield fault(engine, "two kinds of text", first=first, rest=min(rest))
+        yield say("two kinds of text", first=first, rest=min(rest))
     elif first < WEAK:
-        lookup = state.draft_share is not None and state.draft_share < LOOKUP
-        yield fault(engine, "weak lookup" if lookup else "weak draft", first=first, best=shorter)
+        lookup = rounds.draft_share is not None and rounds.draft_share < LOOKUP
+        yield say("weak lookup" if lookup else "weak draft", first=first, best=shorter)
 
 
-def _time(state: State, pricing: Pricing) -> Iterator[Fault]:
+def _time(rounds: Rounds, say: Say) -> Iterator[Fault]:
     """Faults in where a round's time goes."""
-    s, engine = state, state.counted.engine
-    few_prompts = (s.counted.prompt_tokens or 0.0) < 0.5 * (s.counted.tokens or 0.0)  # their passes are long anyway
-    if s.target_s and pricing.source == "costs":
-        told = pricing.cost.target(s.batch * (1 + s.k))
-        if s.target_s > BUSY * told:
-            yield fault(engine, "slower than the table", took=s.target_s * 1e3, told=told * 1e3)
-    elif (uneven := _uneven(s.counted)) is not None and uneven > UNEVEN and few_prompts:
-        yield fault(engine, "uneven gaps", uneven=uneven)
-    step = s.draft_s / s.k if s.draft_s is not None else None
-    if step is not None and s.target_s and step > AS_LARGE * s.target_s:
-        yield fault(engine, "draft too large", share=step / s.target_s)
-    elif s.draft_share is not None and s.draft_share > LARGE_SHARE:
-        yield fault(engine, "draft share", share=s.draft_share)
-    if s.overhead_s is not None and s.round_s and s.overhead_s > LATE * s.round_s:
-        yield fault(engine, "overhead", share=s.overhead_s / s.round_s)
+    r, counted = rounds, rounds.counted
+    few_prompts = (counted.prompt_tokens or 0.0) < 0.5 * (counted.tokens or 0.0)  # their passes are long anyway
+    if r.target_s and r.source == "costs":
+        told = r.cost.target(r.batch * (1 + r.k))
+        if r.target_s > BUSY * told:
+            yield say("slower than the table", took=r.target_s * 1e3, told=told * 1e3)
+    elif (uneven := _uneven(counted)) is not None and uneven > UNEVEN and few_prompts:
+        yield say("uneven gaps", uneven=uneven)
+    step = r.draft_s / r.k if r.draft_s is not None else None
+    if step is not None and r.target_s and step > AS_LARGE * r.target_s:
+        yield say("draft too large", share=step / r.target_s)
+    elif r.draft_share is not None and r.draft_share > LARGE_SHARE:
+        yield say("draft share", share=r.draft_share)
+    if r.overhead_s is not None and r.round_s and r.overhead_s > LATE * r.round_s:
+        yield say("overhead", share=r.overhead_s / r.round_s)
 
 
-def _lengths(state: State, pricing: Pricing) -> Iterator[Fault]:
+def _lengths(rounds: Rounds, say: Say) -> Iterator[Fault]:
     """Faults of the draft length at this batch size."""
-    if pricing.source is None:
+    r = rounds
+    if r.source is None:
         return
-    engine, now, batch = state.counted.engine, state.now, state.batch
-    longer = pricing.ratio(1) - 1.0
-    if pricing.source == "plain" and state.target_s is None and longer > SLOW and batch <= FEW:
-        yield fault(engine, "slow rounds", longer=longer, batch=batch)
-    need, (best, speed), table = pricing.need, pricing.best, pricing.table
-    if pricing.source == "bound" and state.length >= need:
+    longer = r.ratio(1) - 1.0
+    if r.source == "plain" and r.target_s is None and longer > SLOW and r.batch <= FEW:
+        yield say("slow rounds", longer=longer, batch=r.batch)
+    need, (best, speed), table = r.need, r.best, r.table
+    if r.source == "bound" and r.length >= need:
         return  # a bound only: unknown whether this or another length pays
-    bound = "at least " if pricing.source == "bound" else ""
-    have = f"a round of {now} draft tokens needs {bound}{need:.2f} tokens, it has {state.length:.2f}"
-    if best == 0 and state.length < need and any(k for _, k in table):
+    bound = "at least " if r.source == "bound" else ""
+    have = f"a round of {r.now} draft tokens needs {bound}{need:.2f} tokens, it has {r.length:.2f}"
+    if best == 0 and r.length < need and any(k for _, k in table):
         first = next(batch for batch, k in table if k == 0)
         rows = [[a, b - 1, k] for (a, k), (b, _) in pairwise([*table, (TABLE_END + 1, 0)])]
-        yield fault(engine, "batch too large", have=have, batch=batch, first=first, rows=rows, most=table[-1][0] - 1)
-    elif best == 0 and state.length < need:
-        yield fault(engine, "never pays", have=have)
-    elif 0 < best < now and (state.length < need or speed > 1.05 * pricing.speedup):
-        yield fault(engine, "k too large", have=have, best=best, speed=speed)
-    elif best > now and state.conditional[-1] >= UNUSED and speed > 1.05 * pricing.speedup:
-        yield fault(engine, "k too small", last=state.conditional[-1], best=best, speed=speed)
+        yield say("batch too large", have=have, batch=r.batch, first=first, rows=rows, most=table[-1][0] - 1)
+    elif best == 0 and r.length < need:
+        yield say("never pays", have=have)
+    elif 0 < best < r.now and (r.length < need or speed > 1.05 * r.speedup):
+        yield say("k too large", have=have, best=best, speed=speed)
+    elif best > r.now and r.conditional[-1] >= UNUSED and speed > 1.05 * r.speedup:
+        yield say("k too small", last=r.conditional[-1], best=best, speed=speed)
 
 
 def _uneven(counted: Counted) -> float | None:
@@ -166,20 +167,20 @@ def _uneven(counted: Counted) -> float | None:
     return at[0.95] / at[0.5] if at[0.95] != float("inf") else 2 * UNEVEN
 
 
-def verdict(state: State, pricing: Pricing, found: Seq[Fault]) -> str:
+def verdict(rounds: Rounds, found: Seq[Fault]) -> str:
     """The verdict, in one sentence or two."""
-    main, bound, have = found[0] if found else None, pricing.source == "bound", f"{state.length:.2f}"
-    if pricing.source is None:
+    main, bound, have = found[0] if found else None, rounds.source == "bound", f"{rounds.length:.2f}"
+    if rounds.source is None:
         told = f"You have {have} tokens a round; what you need is not known"
         told += " (give --plain-tokens-per-s, or --cost FILE)"
     else:
-        need = f"{'at least ' * bound}{pricing.need:.2f} tokens a round, you have {have}"
-        if state.length < MARGIN * pricing.need:
-            k, off = pricing.best[0], next((batch for batch, k in pricing.table if k == 0), None)
+        need = f"{'at least ' * bound}{rounds.need:.2f} tokens a round, you have {have}"
+        if rounds.length < MARGIN * rounds.need:
+            k, off = rounds.best[0], next((batch for batch, k in rounds.table if k == 0), None)
             use = f"use k = {k}" + (f", and none from {off} clients on" if off else "")
             told = f"You need {need}: {use if k else 'turn it off at this load'}"
         elif not bound:
-            told = f"Speculation pays ({pricing.speedup:.2f} times plain decoding): you need {need}"
+            told = f"Speculation pays ({rounds.speedup:.2f} times plain decoding): you need {need}"
         else:
             hint = "" if main else ": it may pay or not; give --plain-tokens-per-s, or --cost FILE"
             told = f"You need {need}{hint}"
@@ -219,33 +220,32 @@ class Diagnosis:
 
 def diagnose(counted: Counted, cost: RoundCost | None = None, plain_tokens_per_s: float | None = None) -> Diagnosis:
     """Explain an engine's speculation from its counters."""
-    state = state_of(counted)
-    if state is None:
+    rounds = rounds_of(counted)
+    if rounds is None:
         why = undrafted(counted)
         return Diagnosis(counted.engine, why.sentence, (why,), tokens=counted.tokens)
     if cost is None and counted.pass_costs:
-        gap = state.overhead_s or 0.0
+        gap = rounds.overhead_s or 0.0
         passes = sorted((int(rows), seconds) for rows, seconds in counted.pass_costs.items())
         cost = RoundCost(Curve(passes), gap=Gap(gap, gap))
-    pricing = Pricing(state, cost, plain_tokens_per_s)
-    found = tuple(find(state, pricing))
-    known: dict[str, Any] = {}
-    if pricing.source is not None:
-        known = {"need": pricing.need, "need_is": pricing.source, "speedup": pricing.speedup, "by_batch": pricing.table}
-    if pricing.source not in (None, "bound"):
-        known["best_k"], known["best_speedup"] = pricing.best
+    rounds = replace(rounds, known=cost, plain_tokens_per_s=plain_tokens_per_s)
+    found, known = find(rounds), dict[str, Any]()
+    if rounds.source is not None:
+        known = {"need": rounds.need, "need_is": rounds.source, "speedup": rounds.speedup, "by_batch": rounds.table}
+    if rounds.source not in (None, "bound"):
+        known["best_k"], known["best_speedup"] = rounds.best
     return Diagnosis(
         counted.engine,
-        verdict(state, pricing, found),
-        found,
-        state.k,
-        state.length,
-        survival=state.survival if counted.accepted_per_pos else (),  # else it is computed from the mean
-        acceptance=state.acceptance,
-        batch=state.batch if counted.running or counted.undrafted else None,  # else it is taken as 1
+        verdict(rounds, found),
+        tuple(found),
+        rounds.k,
+        rounds.length,
+        survival=rounds.survival if counted.accepted_per_pos else (),  # else it is computed from the mean
+        acceptance=rounds.acceptance,
+        batch=rounds.batch if counted.running or counted.undrafted else None,  # else it is taken as 1
         prompt_tokens=(counted.prompt_tokens or 0.0) / counted.requests if counted.requests else None,
-        round_ms=None if state.round_s is None else state.round_s * 1e3,
-        draft_share=state.draft_share,
+        round_ms=None if rounds.round_s is None else rounds.round_s * 1e3,
+        draft_share=rounds.draft_share,
         tokens=counted.tokens,
         **known,
     )

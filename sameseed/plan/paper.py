@@ -23,7 +23,7 @@ from sameseed.engine.memory import block_bytes
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.limits import Limits
-from sameseed.measure.passes import PassWork, least_work
+from sameseed.measure.passes import ModelWork
 from sameseed.measure.shapes import NAMES, SHAPES, get_shape
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import few_bits, following
@@ -56,30 +56,20 @@ GAP = 0.35e-3  # seconds outside the models: the median overhead_ms_per_round in
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Sheet(ModelWork):
     """A model before it is loaded.
 
-    `weights`: bytes of all weights; `read`: bytes of those that a pass reads; `row`: bytes of one cached token. `peak`:
-    the arithmetic of its matrix products, as in `Limits.peak`. `name`: of its weight format; `loss`: what rounding to
-    it is likely to cost in quality, in words.
+    `name`: of its weight format; `weights`: bytes of all weights; `loss`: what rounding to the format is likely to cost
+    in quality, in words.
     """
 
-    config: ModelConfig
     name: str
     kv_format: str
     weights: int
-    read: float
-    row: int
-    peak: str
     loss: str = ""
 
-    def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
-        """The least that a pass must do; in one over a `prompt`, only the last token has logits."""
-        logits = batch * (1 if prompt else new_tokens)
-        return least_work(self.config, self.read, self.row, context, batch, new_tokens, logits)
-
     def seconds(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
-        """Seconds of such a pass on a machine with these limits."""
+        """Seconds of a pass (see `work`) on a machine with these limits."""
         work = self.work(batch, new_tokens, context, prompt)
         reading = work.num_bytes / limits.read / READ
         matrices = work.matrix_ops / limits.peak(self.peak) / COMPUTE
@@ -149,7 +139,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
         looked_up = 0 if c.tied_embeddings else c.vocab_size * c.hidden_size
         read += target.read * layer.vocab_size * layer.hidden_size / (c.num_parameters - looked_up)
     kv = scheme.cache_format(kv_format, quant.dense_for(torch.bfloat16))
-    return Sheet(layer, str(quant), kv, size, read, block_bytes(layer, kv, 1), _peak(quant, torch.bfloat16))
+    return Sheet(layer, read, block_bytes(layer, kv, 1), _peak(quant, torch.bfloat16), str(quant), kv, size)
 
 
 def _own_tensors(head: HeadConfig, path: Path) -> Shapes:
@@ -217,8 +207,8 @@ def _sheet(
     name = str(chosen) if quant.weights == "auto" and chosen.weights != "auto" else str(asked)
     name = quant.format_for(dtype) if name == "auto" else name
     loss = _losses.likely(asked) if rounds(config, source, asked) else ""
-    read = read_bytes(config, source, quant)
-    return Sheet(config, name, kv, size, read, block_bytes(config, kv, 1), _peak(chosen, dtype), loss)
+    read, row = read_bytes(config, source, quant), block_bytes(config, kv, 1)
+    return Sheet(config, read, row, _peak(chosen, dtype), name, kv, size, loss)
 
 
 def _peak(quant: QuantScheme, dtype: torch.dtype) -> str:

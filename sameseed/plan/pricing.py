@@ -15,12 +15,13 @@ MARGIN = 0.98  # share of break-even above which a round is held to pay
 
 
 @dataclass(frozen=True)
-class State:
-    """The mean round. `k`: draft tokens; `survival[i]`: share of drafts whose token at place i was accepted.
+class Rounds:
+    """The rounds of an engine. `k`: draft tokens; `survival[i]`: share of drafts whose token at place i was accepted.
 
-    `length`: tokens that a round with a draft decides, the bonus token included. Seconds are of a mean round: `round_s`
-    from one round to the next; `draft_s` and `target_s` are its parts in the models, where the engine says so.
-    `drafted`: share of rounds that had a draft.
+    `length`: tokens that a round with a draft decides, the bonus token included. `drafted`: share of rounds that had a
+    draft. Seconds are of a mean round: `round_s` from one round to the next; `draft_s` and `target_s` are its parts in
+    the models, where the engine says so. `known`: measured costs of rounds; without those of drafts, the engine's own
+    time for them counts.
     """
 
     counted: Counted
@@ -33,6 +34,8 @@ class State:
     target_s: float | None = None
     overhead_s: float | None = None
     drafted: float = 1.0
+    known: RoundCost | None = None
+    plain_tokens_per_s: float | None = None
 
     @property
     def now(self) -> int:
@@ -62,9 +65,71 @@ class State:
         beyond = min(rates[-1], self.survival[-1] ** (1 / len(rates)))  # the last rate may come from a few easy texts
         return PlaceRates((*rates, beyond))
 
+    @property
+    def source(self) -> str | None:
+        """Where the times come from: "costs", "plain" (a measured speed), "bound" (a lower bound), None (unknown)."""
+        if self.known is not None:
+            return "costs"
+        if self.plain_tokens_per_s and self.round_s:
+            return "plain"
+        return "bound" if self.target_s and self.round_s else None
 
-def state_of(counted: Counted) -> State | None:
-    """The mean round by an engine's counters; None where nothing was drafted."""
+    @cached_property
+    def cost(self) -> RoundCost:
+        """The costs of rounds; only for a known source."""
+        if self.known is not None:
+            step = ModelSteps(Curve([(1, self.draft_s / self.k)])) if self.draft_s else ModelSteps()
+            return self.known if self.known.levels else replace(self.known, levels=(step,))
+        assert self.round_s is not None
+        if self.source == "plain":
+            assert self.plain_tokens_per_s is not None
+            plain = self.batch / self.plain_tokens_per_s
+        else:  # a plain round is no longer than the target's pass with drafted rows
+            plain = self.round_s - (self.draft_s or 0.0)
+        # The mean is over rounds with and without a draft.
+        drafted = max(self.round_s, plain + (self.round_s - plain) / self.drafted)
+        return RoundCost(Curve([(self.batch, plain), (self.batch * (1 + self.k), drafted)]))
+
+    def ratio(self, k: int) -> float:
+        """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
+        x = expected(self.cost, self.rates, k, self.batch)
+        return x.seconds / x.plain
+
+    def _over_plain(self, tokens: float, need: float) -> float:
+        """Speed over plain decoding, where drafts bring so many tokens a round; other rounds bring one."""
+        return (1.0 + self.drafted * (tokens - 1.0)) / (1.0 + self.drafted * (need - 1.0))
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up of the present rounds."""
+        return self._over_plain(self.length, self.need)
+
+    @property
+    def need(self) -> float:
+        """The tokens that a round with as many draft tokens as now needs to pay."""
+        return self.ratio(self.now)
+
+    @property
+    def _lengths(self) -> range:
+        return range(1, min(MOST, 2 * round(self.k) + 1) + 1)
+
+    @cached_property
+    def best(self) -> tuple[int, float]:
+        """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
+        k, _ = best(self.cost, self.rates, self._lengths, self.batch)
+        return k, self._over_plain(expected(self.cost, self.rates, k, self.batch).tokens, self.ratio(k))
+
+    @cached_property
+    def table(self) -> tuple[tuple[int, int], ...]:
+        """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
+        if self.known is None:
+            return ()
+        rows = lengths_by_batch(self.cost, self.rates, self._lengths, LARGEST)
+        return tuple((first, k) for first, _, k in rows)
+
+
+def rounds_of(counted: Counted) -> Rounds | None:
+    """The rounds by an engine's counters; None where nothing was drafted."""
     drafts = counted.drafts or 0.0
     if not drafts or not counted.draft_tokens:
         return None
@@ -74,8 +139,8 @@ def state_of(counted: Counted) -> State | None:
     survival += (0.0,) * (round(k) - len(survival))  # places at which no token was accepted
     total, passes = sum(counted.undrafted.values()) + drafts, counted.passes
     batch = total / passes if passes and counted.stages and counted.undrafted else counted.running or 1.0
-    rounds = total if counted.undrafted else counted.gaps or drafts
-    made = State(counted, k, length, survival, max(1.0, batch), drafted=min(1.0, drafts / rounds))
+    share = min(1.0, drafts / (total if counted.undrafted else counted.gaps or drafts))
+    made = Rounds(counted, k, length, survival, max(1.0, batch), drafted=share)
     if passes and (whole := sum(counted.stages.values()) / passes):
         draft, target = (counted.stages.get(name, 0.0) / passes for name in ("draft", "target"))
         return replace(made, round_s=whole, draft_s=draft, target_s=target, overhead_s=whole - draft - target)
@@ -92,78 +157,3 @@ def _geometric(length: float, k: int) -> tuple[float, ...]:
         rate = (low + high) / 2
         low, high = (rate, high) if sum(rate**i for i in range(k + 1)) < length else (low, rate)
     return tuple(low**i for i in range(1, k + 1))
-
-
-@dataclass(frozen=True)
-class Pricing:
-    """Times of a round over a plain one's. `source`: "costs", "plain" (a measured speed) or "bound" (a lower bound).
-
-    `known`: measured costs of rounds; without those of drafts, the engine's own time for them counts.
-    """
-
-    state: State
-    known: RoundCost | None = None
-    plain_tokens_per_s: float | None = None
-
-    @property
-    def source(self) -> str | None:
-        """Where the times come from; None where nothing is known."""
-        if self.known is not None:
-            return "costs"
-        if self.plain_tokens_per_s and self.state.round_s:
-            return "plain"
-        return "bound" if self.state.target_s and self.state.round_s else None
-
-    @cached_property
-    def cost(self) -> RoundCost:
-        """The costs of rounds; only for a known source."""
-        s = self.state
-        if self.known is not None:
-            step = ModelSteps(Curve([(1, s.draft_s / s.k)])) if s.draft_s else ModelSteps()
-            return self.known if self.known.levels else replace(self.known, levels=(step,))
-        assert s.round_s is not None
-        if self.source == "plain":
-            assert self.plain_tokens_per_s is not None
-            plain = s.batch / self.plain_tokens_per_s
-        else:  # a plain round is no longer than the target's pass with drafted rows
-            plain = s.round_s - (s.draft_s or 0.0)
-        drafted = max(s.round_s, plain + (s.round_s - plain) / s.drafted)  # the mean is over rounds of both kinds
-        return RoundCost(Curve([(s.batch, plain), (s.batch * (1 + s.k), drafted)]))
-
-    def ratio(self, k: int) -> float:
-        """Time of a round with `k` draft tokens a sequence over a plain round's: the tokens that it needs to pay."""
-        x = expected(self.cost, self.state.rates, k, self.state.batch)
-        return x.seconds / x.plain
-
-    def _over_plain(self, tokens: float, need: float) -> float:
-        """Speed over plain decoding, where drafts bring so many tokens a round; other rounds bring one."""
-        drafted = self.state.drafted
-        return (1.0 + drafted * (tokens - 1.0)) / (1.0 + drafted * (need - 1.0))
-
-    @property
-    def speedup(self) -> float:
-        """The speed-up of the present rounds."""
-        return self._over_plain(self.state.length, self.need)
-
-    @property
-    def need(self) -> float:
-        """The tokens that a round with as many draft tokens as now needs to pay."""
-        return self.ratio(self.state.now)
-
-    @property
-    def _lengths(self) -> range:
-        return range(1, min(MOST, 2 * round(self.state.k) + 1) + 1)
-
-    @cached_property
-    def best(self) -> tuple[int, float]:
-        """The length with the highest predicted speed-up at this batch, and that speed-up; (0, 1.0) where none pays."""
-        k, _ = best(self.cost, self.state.rates, self._lengths, self.state.batch)
-        return k, self._over_plain(expected(self.cost, self.state.rates, k, self.state.batch).tokens, self.ratio(k))
-
-    @cached_property
-    def table(self) -> tuple[tuple[int, int], ...]:
-        """Best lengths as (first batch, length) rows; empty without costs, as only they tell about other batches."""
-        if self.known is None:
-            return ()
-        rows = lengths_by_batch(self.cost, self.state.rates, self._lengths, LARGEST)
-        return tuple((first, k) for first, _, k in rows)

@@ -23,7 +23,7 @@ from sameseed.measure.prompt_sets import Prompt
 from sameseed.plan.doctor import flags_of
 from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.metrics import Counted, fetch, watch
-from sameseed.plan.pricing import state_of
+from sameseed.plan.pricing import rounds_of
 from sameseed.report import record
 from sameseed.request import SamplingParams
 from sameseed.store import replacing
@@ -80,10 +80,10 @@ def look_of(counted: Counted, batch: int) -> Look:
     if not counted.gaps or not counted.gap_seconds or counted.gaps < ENOUGH:
         raise ConfigError(f"{counted.gaps or 0:g} rounds at batch {batch} are too few: give more --seconds")
     found = Look(batch, 0, 1e3 * counted.gap_seconds / counted.gaps, num_rounds=round(counted.gaps))
-    state = state_of(counted)
-    if state is None:
+    rounds = rounds_of(counted)
+    if rounds is None:
         return found
-    return replace(found, k=round(state.k), survival=tuple(state.drafted * s for s in state.survival))
+    return replace(found, k=round(rounds.k), survival=tuple(rounds.drafted * s for s in rounds.survival))
 
 
 async def measure(asked: ServerTuneRequest, tell: Callable[[str, int, int], None]) -> list[Look]:

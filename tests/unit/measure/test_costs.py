@@ -12,7 +12,7 @@ from sameseed.errors import ConfigError, SameseedError
 from sameseed.measure import limits, passes, profiler, shapes
 from sameseed.measure.costs import Cost, Profile
 from sameseed.measure.limits import Limits, measure_limits
-from sameseed.measure.passes import Pass, TimedModel, cache_bytes, least_work
+from sameseed.measure.passes import ModelWork, Pass, TimedModel, cache_bytes
 from sameseed.measure.profiler import profile
 from sameseed.measure.shapes import SHAPES, get_shape
 from sameseed.report import record, schemas
@@ -159,7 +159,7 @@ def test_passes_run_as_verification_does(monkeypatch):
     params, head = shapes.get_shape("tiny").num_parameters, 97 * 64
     assert chain.matrix_ops == 2 * 2 * params and prompt.matrix_ops == 2 * (3 * (params - head) + head)
     assert chain.attention_ops == 4 * 64 * 2 * (41 + 42) and prompt.attention_ops == 4 * 64 * 2 * (1 + 2 + 3)
-    hybrid = least_work(shapes.get_shape("qwen3.5-4b"), 0.0, 32.0, 10, 1, 1, 1)  # 8 layers attend, 24 have states
+    hybrid = ModelWork(shapes.get_shape("qwen3.5-4b"), 0.0, 32, "").work(1, 1, 10)  # 8 layers attend, 24 have states
     assert prompt.num_bytes == subject.weight_bytes and hybrid.num_bytes == 32 * 10 + 8 * 24 * 32 * 128 * 128
 
 

@@ -19,7 +19,7 @@ from sameseed.errors import ConfigError
 from sameseed.measure.costs import Cost, Limits, Profile
 from sameseed.plan.doctor import diagnose
 from sameseed.plan.metrics import Counted, fetch, read_file, read_text
-from sameseed.plan.pricing import state_of
+from sameseed.plan.pricing import rounds_of
 from sameseed.server.metrics import ServerMetrics
 
 ROWS, MS, DRAFT_MS = (1, 2, 4, 8, 16, 32, 64), (10, 10.2, 10.6, 12, 20, 40, 80), (1, 1, 1.1, 1.3, 2, 4, 8)
@@ -316,4 +316,4 @@ def test_costs_come_from_a_file(tmp_path, capsys):
 def test_a_counter_that_began_anew_counts_from_nothing():
     now, before = Counted("vllm", drafts=5.0, stages={"draft": 1.0}), Counted("vllm", drafts=9.0, stages={"draft": 3.0})
     assert now.since(before, 1.0).drafts == 5.0 and now.since(before, 1.0).stages == {"draft": 1.0}
-    assert state_of(now) is None
+    assert rounds_of(now) is None
