@@ -41,8 +41,7 @@ def run(parsed: Parsed[EstimateArgs]) -> int:
     console.print(f"{args.model or args.shape} on {source}", markup=False, soft_wrap=True)
     show_table(_memory(found))
     show_table(_speeds(found))
-    for line in _remarks(found):
-        console.print(line, markup=False, soft_wrap=True)
+    console.print("\n".join(_remarks(found)), markup=False, soft_wrap=True)
     return 0
 
 
