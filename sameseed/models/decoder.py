@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from sameseed.batch import Batch, Steps
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import ModelWeights, rope_table
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Grown, Ops, RowSource, StateLayer, normed_rows
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 
 class Runnable:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, RopeConfig, base_config, family, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, RowSource, gated_rows, normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 GELU = ("gelu_pytorch_tanh", "gelu_tanh")
 PATTERN = 6  # every sixth layer sees all tokens, where config.json does not name the layers

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,16 +20,14 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import ModelConfig, whole_number
+from sameseed.models.decoder import Decoder
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaWeights
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import rope_table
 from sameseed.models.loader import read_config
+from sameseed.models.weights import WeightReader
 from sameseed.ops import normed_rows, plain_rows
 from sameseed.scheme import KVLayer, QuantTensor
-
-if TYPE_CHECKING:
-    from sameseed.models.decoder import Decoder
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import WeightReader
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from sameseed.models.config import View
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, normed_rows
-
-if TYPE_CHECKING:
-    from sameseed.models.weights import Shapes, WeightReader
 
 NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 

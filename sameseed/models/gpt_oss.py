@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, with_experts
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes
+from sameseed.models.weights import Shapes
 
 
 class GptOss(Qwen3Moe):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, layer_shapes, matrices
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
-
-if TYPE_CHECKING:
-    from sameseed.models.weights import Shapes, WeightReader
+from sameseed.models.weights import Shapes, WeightReader
 
 ATTENTION = ("attention", "full_attention")  # in layer_types; the newer name is transformers 5's
 

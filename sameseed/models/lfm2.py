@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import AttentionWeights, LayerWeights
 from sameseed.models.llama import Llama
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 KINDS = ("conv", "full_attention")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,9 +13,7 @@ from sameseed.models.config import View, positive_number, whole_number
 from sameseed.models.layers import AttentionWeights
 from sameseed.models.lfm2 import Lfm2, Lfm2Config
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
-
-if TYPE_CHECKING:
-    from sameseed.models.weights import Shapes, WeightReader
+from sameseed.models.weights import Shapes, WeightReader
 
 ROUTER = "feed_forward.gate"
 

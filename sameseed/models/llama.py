@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
 from sameseed.models.decoder import Decoder, state_layers
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import ModelWeights, before_mlp, feed_forward, run_layer
+from sameseed.models.weights import WeightReader
 from sameseed.ops import Ops, RowSource, StateLayer, Then, normed_rows
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import WeightReader
 
 GRANITE = {  # its factors by GGUF's names
     "embedding_scale": "embedding_multiplier",

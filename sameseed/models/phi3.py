@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sameseed.models.config import LONGROPE, ModelConfig, base_config
 from sameseed.models.decoder import Decoder
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.llama import Llama
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes
+from sameseed.models.weights import Shapes
 
 IN_GGUF = ("rope_factors_short", "rope_factors_long")
 

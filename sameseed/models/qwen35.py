@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, matrices, mlp_shapes, whole_number
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import DeltaWeights, Ops, RowSource, StateLayer, gated_rows
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 INTERVAL = 4  # every fourth layer has attention, where config.json does not say
 OWN_ENDS = ("embed_tokens", "shared_head_head")  # that the MTP block may have in GGUF; it takes the target's

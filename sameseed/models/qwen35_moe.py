@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from sameseed.models.config import View, mlp_shapes, whole_number
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import SharedGate
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.scheme import QuantScheme
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 SHARED, GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 

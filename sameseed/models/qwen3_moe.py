@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -14,14 +14,12 @@ from torch import Tensor
 from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
 from sameseed.models.decoder import Decoder
+from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import AttentionWeights
 from sameseed.models.llama import Llama
+from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import TILE, ExpertWeights, parted
 from sameseed.scheme import QuantTensor
-
-if TYPE_CHECKING:
-    from sameseed.models.gguf.header import GGUFFile
-    from sameseed.models.weights import Shapes, WeightReader
 
 
 @dataclass(frozen=True)
