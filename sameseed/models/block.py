@@ -27,7 +27,7 @@ from sameseed.kvcache.blocks import BlockManager
 from sameseed.kvcache.cache import KVCache
 from sameseed.models.decoder import Runnable
 from sameseed.models.head_config import BlockConfig
-from sameseed.models.layers import LayerWeights, Weights, rope_table, run_layer
+from sameseed.models.layers import LayerWeights, Weights, attention, rope_table, run_layer
 from sameseed.ops import Ops, gated_rows, normed_rows, plain_rows
 from sameseed.request import Sequence
 from sameseed.scheme import KVLayer, QuantTensor
@@ -152,9 +152,8 @@ class BlockHead(Runnable):
         if how == INJECT:  # store keys and values of the features [T, C] in the cache of every layer
             rows = normed_rows(ops.product(plain_rows(states[0]), w.fc), w.hidden_norm, eps)
             for layer, kv in zip(w.layers, cache.layers, strict=True):
-                norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
                 qkv = ops.product(rows, layer.qkv, layer.qkv_bias)  # [T, (H + 2 Hk) D]
-                ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)  # the queries are not used
+                ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, layer.head_norms, eps)  # queries are not used
             return torch.empty(0, w.lm_head.shape[0], device=self.device), None, None
         x = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
         before = _causal(batch, self.config.block_size)
@@ -184,20 +183,17 @@ class BlockHead(Runnable):
     ) -> Tensor:
         """A layer whose parts are convolved: the output [T, C] for x [T, C]."""
         c, eps, size = self.config.layer, self.config.layer.rms_eps, self.config.block_size
-        norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        assert w.gate_up is not None and w.down is not None
+        gate_up, down = w.gate_up, w.down
 
-        def attention(rows: Tensor) -> Tensor:
-            qkv = ops.product(plain_rows(rows), w.qkv, w.qkv_bias)
-            q = ops.rope_store(qkv, c.num_heads, kv, batch, self.rope, norms, eps)
-            out = ops.attention(q, kv, batch, c.head_dim**-0.5, window)
-            return ops.product(plain_rows(out.view(len(rows), -1)), w.o, w.o_bias)
+        def attend(rows: Tensor) -> Tensor:
+            out = attention(ops, c, w, plain_rows(rows), batch, kv, self.rope, window)
+            return ops.product(plain_rows(out), w.o, w.o_bias)
 
         def mlp(rows: Tensor) -> Tensor:
-            return ops.product(
-                gated_rows(ops.product(plain_rows(rows), w.gate_up, w.gate_up_bias)), w.down, w.down_bias
-            )
+            return ops.product(gated_rows(ops.product(plain_rows(rows), gate_up, w.gate_up_bias)), down, w.down_bias)
 
-        for norm, conv, part in ((w.input_norm, convs[0], attention), (w.post_norm, convs[1], mlp)):
+        for norm, conv, part in ((w.input_norm, convs[0], attend), (w.post_norm, convs[1], mlp)):
             rows = ops.rms_norm(x, norm, eps)
             numbers = conv.numbers(ops, rows)
             x = x + conv.mixed(part(conv.mixed(rows, numbers, 0, size)), numbers, 1, size)

@@ -29,8 +29,8 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
-# Where each expert of Gemma 4 has its own tensors, these are not in `mlp`, and in some files in `moe`.
-EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe)?\.experts\.(?=\d+\.)")
+# The experts of Gemma 4 are not in `mlp`, and in some files in `moe`.
+EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe|\.feed_forward)?\.experts\.")
 LFM2_EXPERT = re.compile(r"\.feed_forward\.experts\.(\d+)\.w([123])\.")
 LFM2_PARTS = {"1": "gate", "2": "down", "3": "up"}
 OTHER_PARTS = tuple(  # of a model that also sees or hears

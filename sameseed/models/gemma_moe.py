@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sameseed.models.config import View
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
+from sameseed.models.qwen3_moe import Mixture, MoeConfig, with_experts
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, normed_rows
 
@@ -30,8 +29,11 @@ class GemmaMoeLayer(GemmaLayer):
     router_norm: Tensor | None = None
 
 
-class GemmaMoe(Gemma):
+class GemmaMoe(Mixture, Gemma):
     """The decoder of Gemma 4 with experts."""
+
+    router = "router.proj"
+    gguf_keys = Gemma.gguf_keys
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> GemmaConfig:
@@ -43,19 +45,14 @@ class GemmaMoe(Gemma):
         c, at = config, f"model.layers.{layer}"
         norms = {f"{at}.{name}.weight": (c.hidden_size,) for name in NORMS}
         scales = {f"{at}.router.scale": (c.hidden_size,), f"{at}.router.per_expert_scale": (c.num_experts,)}
-        return {**super().layer_shapes(c, layer), **expert_shapes(c, at, "router.proj"), **norms, **scales}
-
-    @classmethod
-    def views(cls, config: GemmaMoeConfig) -> dict[str, View]:
-        layers = [expert_views(config, f"model.layers.{i}") for i in range(config.num_layers)]
-        return {n: v._replace(tensor=v.tensor.replace(".mlp.", ".")) for views in layers for n, v in views.items()}
+        return {**super().layer_shapes(c, layer), **cls.expert_shapes(c, at), **norms, **scales}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaMoeLayer:
         c, at = reader.config, f"model.layers.{layer}"
         factors = reader.vector(f"{at}.router.per_expert_scale")
-        experts = Qwen3Moe.read_experts(reader, c, at, "router.proj")
-        base = replace(super().read_layer(reader, layer), experts=replace(experts, act="gelu", factors=factors))
+        experts = replace(cls.read_experts(reader, at), act="gelu", factors=factors)
+        base = replace(super().read_layer(reader, layer), experts=experts)
         return GemmaMoeLayer(
             **vars(base),
             norms=tuple(reader.norm(f"{at}.{name}") for name in NORMS),

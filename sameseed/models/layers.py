@@ -41,11 +41,12 @@ def _matrices(w: Any) -> Iterator[QuantTensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionWeights(Weights):
-    """Weights of a layer's attention, its norms and experts; q, k, v are stacked along O. Norms, biases: float32.
+class LayerWeights(Weights):
+    """Weights of one decoder layer; q, k, v and gate, up are stacked along O. Norms, biases: float32.
 
-    Where stacked weights have different formats, the stack is a tuple of several weights, in order. `columns`: of their
-    product, where only some dimensions of a head rotate (`rotary_columns`), or where q stands beside a gate.
+    Where stacked weights have different formats, the stack is a tuple of several weights, in order. `columns`: of the
+    product with `qkv`, where only some dimensions of a head rotate (`rotary_columns`), or where q stands beside a gate.
+    `shared`: where the MLP is an expert that all rows take, its own gate.
     """
 
     input_norm: Tensor  # [C]
@@ -58,21 +59,17 @@ class AttentionWeights(Weights):
     o: QuantTensor  # [C, H D]
     o_bias: Tensor | None = None
     post_norm: Tensor  # [C]
-    experts: ExpertWeights | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights(AttentionWeights):
-    """Weights of one decoder layer with an MLP; gate and up are stacked along O.
-
-    `shared`: where the MLP is an expert that all rows take, its own gate.
-    """
-
-    gate_up: QuantTensor | tuple[QuantTensor, ...]  # [2 I, C]
+    gate_up: QuantTensor | tuple[QuantTensor, ...] | None = None  # [2 I, C]; None: no MLP, but experts
     gate_up_bias: Tensor | None = None
-    down: QuantTensor  # [C, I]
+    down: QuantTensor | None = None  # [C, I]
     down_bias: Tensor | None = None
+    experts: ExpertWeights | None = None
     shared: SharedGate | None = None
+
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
+        """The norms of queries and keys."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +103,7 @@ class ModelWeights(Weights):
 def run_layer(
     ops: Ops,
     c: ModelConfig,
-    w: AttentionWeights,
+    w: LayerWeights,
     rows: RowSource,
     residual: Tensor,
     batch: Batch,
@@ -119,25 +116,38 @@ def run_layer(
 
     Returns the layer's output [T, C]. `then`: what the next layer does with this output.
     """
-    qkv, width = ops.product(rows, w.qkv, w.qkv_bias), c.num_heads * c.head_dim  # [T, (H + 2 Hk) D]
-    chosen = qkv if w.columns is None else ops.take(qkv, w.columns)
-    norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-    q = ops.rope_store(chosen, c.num_heads, kv, batch, rope, norms, c.rms_eps)  # [T, H, D]
-    scale = c.head_dim**-0.5 if c.score_factor is None else c.score_factor
-    out = ops.attention(q, kv, batch, scale, window, w.sinks).view(-1, width)  # [T, H D]
-    out = ops.gate(out, qkv[:, : 2 * width], c.num_heads) if c.gated else out
+    out = attention(ops, c, w, rows, batch, kv, rope, window)
     return feed_forward(ops, c, w, ops.product(plain_rows(out), w.o, w.o_bias, residual, before_mlp(c, w)), then)
 
 
-def before_mlp(c: ModelConfig, w: AttentionWeights) -> Then | None:
+def attention(
+    ops: Ops,
+    c: ModelConfig,
+    w: LayerWeights,
+    rows: RowSource,
+    batch: Batch,
+    kv: KVLayer,
+    rope: Tensor,
+    window: int | None,
+) -> Tensor:
+    """What attention reads from the cache, [T, H D], once it has stored the keys and values of `rows`."""
+    qkv, width = ops.product(rows, w.qkv, w.qkv_bias), c.num_heads * c.head_dim  # [T, (H + 2 Hk) D]
+    chosen = qkv if w.columns is None else ops.take(qkv, w.columns)
+    q = ops.rope_store(chosen, c.num_heads, kv, batch, rope, w.head_norms, c.rms_eps)  # [T, H, D]
+    scale = c.head_dim**-0.5 if c.score_factor is None else c.score_factor
+    out = ops.attention(q, kv, batch, scale, window, w.sinks).view(-1, width)  # [T, H D]
+    return ops.gate(out, qkv[:, : 2 * width], c.num_heads) if c.gated else out
+
+
+def before_mlp(c: ModelConfig, w: LayerWeights) -> Then | None:
     """What a layer's MLP does with what it reads."""
-    return Then(w.post_norm, c.rms_eps, w.gate_up) if isinstance(w, LayerWeights) else None
+    return None if w.gate_up is None else Then(w.post_norm, c.rms_eps, w.gate_up)
 
 
-def feed_forward(ops: Ops, c: ModelConfig, w: AttentionWeights, x: Tensor, then: Then | None) -> Tensor:
+def feed_forward(ops: Ops, c: ModelConfig, w: LayerWeights, x: Tensor, then: Then | None) -> Tensor:
     """x [T, C] plus the layer's MLP of it, plus its experts."""
     rows, added = normed_rows(x, w.post_norm, c.rms_eps), x
-    if isinstance(w, LayerWeights):
+    if w.gate_up is not None and w.down is not None:
         gate_up = ops.product(rows, w.gate_up, w.gate_up_bias)  # [T, 2 I]
         gate_up = gate_up if w.shared is None else w.shared(ops, rows, gate_up)
         added = ops.product(gated_rows(gate_up), w.down, w.down_bias, x, then if w.experts is None else None)

@@ -16,7 +16,7 @@ from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import AttentionWeights, LayerWeights
+from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
@@ -31,9 +31,9 @@ class Lfm2Config(ModelConfig):
     taps: int = 3
 
     @property
-    def mixtures(self) -> range:
+    def mixtures(self) -> list[int]:
         """The layers with experts in place of an MLP."""
-        return range(0)
+        return []
 
     @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -126,7 +126,7 @@ class Lfm2(Llama):
         return {f"model.layers.{layer}.{module}.weight": shape for module, shape in shapes.items()}
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
+    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
         at = f"model.layers.{layer}.feed_forward"
         gate_up, down = reader.stack([f"{at}.w1", f"{at}.w3"]), reader.matrix(f"{at}.w2")
         return Lfm2Layer(**cls.read_mixer(reader, layer), gate_up=gate_up, down=down)

@@ -11,7 +11,7 @@ import torch
 from sameseed.models.config import View, mlp_shapes, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import SharedGate
-from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, expert_shapes, expert_views, with_experts
+from sameseed.models.qwen3_moe import Mixture, MoeConfig, expert_views, with_experts
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, mtp_names
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.scheme import QuantScheme
@@ -24,16 +24,16 @@ class Qwen35MoeConfig(Qwen35Config, MoeConfig):
     """`intermediate_size` is that of the shared expert."""
 
 
-class Qwen35Moe(Qwen35):
+class Qwen35Moe(Mixture, Qwen35):
     """The decoder of Qwen3.5 and 3.6 with experts."""
 
     gguf_names: ClassVar[Mapping[str, str]] = {
         **Qwen35.gguf_names,
-        **{name: at for name, at in Qwen3Moe.gguf_names.items() if name.startswith("mlp.")},
+        **Mixture.gguf_experts,
         **{f"{SHARED}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
         GATE: "ffn_gate_inp_shexp",
     }
-    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Qwen35.gguf_keys, **Qwen3Moe.gguf_keys}
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Qwen35.gguf_keys, **Mixture.gguf_keys}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
@@ -50,12 +50,11 @@ class Qwen35Moe(Qwen35):
     @classmethod
     def mlp_shapes(cls, config: Any, at: str) -> Shapes:
         gate = {f"{at}.{GATE}.weight": (1, config.hidden_size)}
-        return {**expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
+        return {**cls.expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
-    def views(cls, config: Qwen35MoeConfig) -> dict[str, View]:
-        layers = [f"model.layers.{i}" for i in range(config.num_layers)]
-        return {n: v for at in (*layers, mtp_names(config)[-1]) for n, v in expert_views(config, at).items()}
+    def views(cls, config: Any) -> dict[str, View]:
+        return {**super().views(config), **expert_views(config, mtp_names(config)[-1])}
 
     @classmethod
     def spare(cls, config: Any) -> Seq[str]:
@@ -66,7 +65,7 @@ class Qwen35Moe(Qwen35):
     def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
         size, device = reader.config.intermediate_size, reader.device
         columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
-        experts = Qwen3Moe.read_experts(reader, reader.config, at)
+        experts = cls.read_experts(reader, at)
         gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
         shared = SharedGate(gate, columns, torch.zeros_like(columns))
         return {**reader.mlp(f"{at}.{SHARED}"), "experts": experts, "shared": shared}

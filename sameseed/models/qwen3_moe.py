@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
-from sameseed.models.decoder import Decoder
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, matrices, whole_number
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import AttentionWeights
+from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import TILE, ExpertWeights, parted
@@ -39,6 +37,11 @@ class MoeConfig(ModelConfig):
     distinct: tuple[tuple[float, float], ...] = ()
 
     @property
+    def mixtures(self) -> list[int]:
+        """The layers with experts."""
+        return [i for i in range(self.num_layers) if i not in self.dense_layers]
+
+    @property
     def row_parameters(self) -> int:
         return super().row_parameters - self._expert_parameters(self.num_experts - self.top_k)
 
@@ -48,7 +51,7 @@ class MoeConfig(ModelConfig):
 
     def _expert_parameters(self, count: float) -> int:
         """Number of weights of `count` experts in each layer that has experts."""
-        return round(count * 3 * self.expert_size * self.hidden_size * (self.num_layers - len(self.dense_layers)))
+        return round(count * 3 * self.expert_size * self.hidden_size * len(self.mixtures))
 
     def read_share(self, rows: float, batch: float = 1.0) -> float:
         """By the counted `distinct` experts; else as if each row chose at random, as rows of different texts do."""
@@ -80,17 +83,14 @@ def with_experts(
     return kind(**vars(base), num_experts=count, top_k=top_k, expert_size=width, **more)
 
 
-class Qwen3Moe(Llama):
-    """The decoder of Qwen3-MoE, and of families that differ in their parts."""
+class Mixture:
+    """What a family with experts adds to the class of its other layers."""
 
     router: ClassVar[str] = "mlp.gate"
-    interleaved: ClassVar[bool] = False  # as `expert_views`
-    gguf_names: ClassVar[Mapping[str, str]] = {
-        **Decoder.gguf_names,
+    interleaved: ClassVar[bool] = False  # as gpt-oss stacks experts: see `expert_views`
+    gguf_experts: ClassVar[Mapping[str, str]] = {
         "mlp.gate": "ffn_gate_inp",
-        "mlp.experts.gate_proj": "ffn_gate_exps",
-        "mlp.experts.up_proj": "ffn_up_exps",
-        "mlp.experts.down_proj": "ffn_down_exps",
+        **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
     }
     gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "num_experts": ("expert_count",),
@@ -99,40 +99,23 @@ class Qwen3Moe(Llama):
     }
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        base = base_config(raw, where, qk_norm=True)
-        whole = partial(whole_number, raw, where)
-        only, step = raw.get("mlp_only_layers") or (), whole("decoder_sparse_step", 1)
-        dense = {i for i in range(base.num_layers) if i in only or (i + 1) % step}
-        normalize = bool(raw.get("norm_topk_prob", False))
-        return with_experts(MoeConfig, base, raw, where, normalize=normalize, dense_layers=frozenset(dense))
+    def expert_shapes(cls, c: MoeConfig, at: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of router and experts of the layer whose tensors' names begin with `at`."""
+        shapes: dict[str, tuple[int, ...]] = {f"{at}.{cls.router}.weight": (c.num_experts, c.hidden_size)}
+        for e in range(c.num_experts):
+            expert, into = f"{at}.mlp.experts.{e}", (c.expert_size, c.hidden_size)
+            shapes |= matrices(expert, {"gate_proj": into, "up_proj": into, "down_proj": into[::-1]})
+        return shapes
 
     @classmethod
-    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        layers = range(raw["num_hidden_layers"])
-        dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
-        return super().gguf_config(file, raw) | {"norm_topk_prob": True, "mlp_only_layers": dense}
+    def views(cls, config: Any) -> dict[str, View]:
+        layers = (expert_views(config, f"model.layers.{i}", cls.interleaved) for i in config.mixtures)
+        return {name: view for views in layers for name, view in views.items()}
 
     @classmethod
-    def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
-        c, at = config, f"model.layers.{layer}"
-        mixture = None if layer in c.dense_layers else expert_shapes(c, at, cls.router)
-        return layer_shapes(c, at, cls.norms, feed_forward=mixture)
+    def read_experts(cls, reader: WeightReader, at: str) -> ExpertWeights:
+        c, router = reader.config, f"{at}.{cls.router}"
 
-    @classmethod
-    def views(cls, config: MoeConfig) -> dict[str, View]:
-        layers = [f"model.layers.{i}" for i in range(config.num_layers) if i not in config.dense_layers]
-        return {n: view for at in layers for n, view in expert_views(config, at, cls.interleaved).items()}
-
-    @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> AttentionWeights:
-        c, at = reader.config, f"model.layers.{layer}"
-        if layer in c.dense_layers:
-            return reader.layer(at)
-        return AttentionWeights(**reader.attention(at), experts=cls.read_experts(reader, c, at, cls.router))
-
-    @staticmethod
-    def read_experts(reader: WeightReader, c: MoeConfig, at: str, router: str = "mlp.gate") -> ExpertWeights:
         def modules(*parts: str) -> list[list[str]]:
             return [[f"{at}.mlp.experts.{e}.{part}_proj" for part in parts] for e in range(c.num_experts)]
 
@@ -140,7 +123,7 @@ class Qwen3Moe(Llama):
             whole = reader.biases([m for e in experts for m in e], f"{experts[0][0]}.bias" in reader.shapes)
             return None if whole is None else whole.view(c.num_experts, -1)
 
-        gate_up, down, router = modules("gate", "up"), modules("down"), f"{at}.{router}"
+        gate_up, down = modules("gate", "up"), modules("down")
         return ExpertWeights(
             router=reader.matrix(router),
             router_bias=reader.biases([router], f"{router}.bias" in reader.shapes),
@@ -154,14 +137,37 @@ class Qwen3Moe(Llama):
         )
 
 
-def expert_shapes(c: MoeConfig, at: str, router: str = Qwen3Moe.router) -> dict[str, tuple[int, ...]]:
-    """Shapes of router and experts of the layer whose tensors' names begin with `at`."""
-    shapes: dict[str, tuple[int, ...]] = {f"{at}.{router}.weight": (c.num_experts, c.hidden_size)}
-    for e in range(c.num_experts):
-        expert = f"{at}.mlp.experts.{e}"
-        shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
-        shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
-    return shapes
+class Qwen3Moe(Mixture, Llama):
+    """The decoder of Qwen3-MoE."""
+
+    gguf_names: ClassVar[Mapping[str, str]] = {**Llama.gguf_names, **Mixture.gguf_experts}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        base = base_config(raw, where, qk_norm=True)
+        only, step = raw.get("mlp_only_layers") or (), whole_number(raw, where, "decoder_sparse_step", 1)
+        dense = {i for i in range(base.num_layers) if i in only or (i + 1) % step}
+        normalize = bool(raw.get("norm_topk_prob", False))
+        return with_experts(MoeConfig, base, raw, where, normalize=normalize, dense_layers=frozenset(dense))
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        layers = range(raw["num_hidden_layers"])
+        dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
+        return super().gguf_config(file, raw) | {"norm_topk_prob": True, "mlp_only_layers": dense}
+
+    @classmethod
+    def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
+        at = f"model.layers.{layer}"
+        mixture = None if layer in config.dense_layers else cls.expert_shapes(config, at)
+        return layer_shapes(config, at, cls.norms, feed_forward=mixture)
+
+    @classmethod
+    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
+        at = f"model.layers.{layer}"
+        if layer in reader.config.dense_layers:
+            return reader.layer(at)
+        return LayerWeights(**reader.attention(at), experts=cls.read_experts(reader, at))
 
 
 def expert_views(c: MoeConfig, at: str, interleaved: bool = False) -> dict[str, View]:

@@ -274,7 +274,7 @@ class WeightReader:
         return torch.cat([self.vector(f"{n}.bias") for n in names]) if present else None
 
     def attention(self, at: str, first_norm: bool = True) -> dict[str, Any]:
-        """The fields of AttentionWeights but its experts; `first_norm` false: its input norm is left empty."""
+        """The fields of LayerWeights that are its attention's and its norms; `first_norm` false: the first is empty."""
         c, own = self.config, f"{at}.self_attn"
         qkv = [m for n in ("q", "k", "v", "qkv") if f"{(m := f'{own}.{n}_proj')}.weight" in self.shapes]
         turns = c.rope.rotary_dim
