@@ -1,7 +1,6 @@
 """Checkpoint: the tensors of a folder's safetensors files, read in rows to keep large ones out of memory.
 
-It reads dense tensors, and quantized matrices in the layouts of `models/layouts`. The header of each file is checked
-(https://huggingface.co/docs/safetensors: an 8-byte length, JSON, then the data).
+It reads dense tensors, and quantized matrices in the layouts of `models/layouts`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sameseed.models.config import ModelConfig, View, family
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded
 from sameseed.models.layouts.patterns import TEXT_PARTS
-from sameseed.models.safetensors_file import BITS, DTYPES, RAW, Entry, SafetensorsFile
+from sameseed.models.safetensors_file import DTYPES, RAW, Entry, SafetensorsFile
 from sameseed.models.weights import Shapes, TensorSource, expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
@@ -159,7 +158,7 @@ class Checkpoint(TensorSource):
         if name in self._views:
             return self._viewed(name)[start:stop].clone()
         entry = self._entry(name)
-        width = entry.shape[1] * BITS[entry.dtype] // 8  # bytes
+        width = (entry.end - entry.begin) // entry.shape[0]  # bytes of a row
         begin = entry.begin + start * width
         return self._finite(name, begin, begin + (stop - start) * width).view(stop - start, entry.shape[1])
 
