@@ -142,24 +142,29 @@ def keep(
         return None
 
 
-Parts = Callable[[], tuple[Tensor, Tensor, "Tensor | float"]]
+Parts = Callable[[], tuple[Tensor, Tensor, "Tensor | None"]]
 
 
 def stored(
     tensors: Seq[str],
-    kept: tuple[QuantScheme, int] | None,
+    bits: int,
     parts: Parts,
     width: int,
     group: int | None,
     why: str,
+    symmetric: bool = True,
+    activations: str | None = None,
     index: Tensor | None = None,
 ) -> StoredMatrix:
-    """A matrix [O, K] of integer codes: in the scheme that `keep` found, or decoded where `keep` found none.
+    """A matrix [O, K] of integer codes of 4 or 8 bits: in a scheme of ours, or decoded where none holds them.
 
-    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n]; or instead of these one number, if the format
-    implies it. `index` [K]: the group of each column, if the groups are not in order (act-order). Such a matrix is kept
-    with sorted columns if all groups are full. `why`: description of the codes, to which the group is added.
+    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or None: then signed codes are around 0, unsigned
+    ones around the middle. `index` [K]: the group of each column, if the groups are not in order (act-order). Such a matrix is kept with sorted columns
+    if all groups are full. `why`: description of the codes, to which the group is added.
     """
+    kept = None
+    if symmetric or bits == 4:  # no format has 8 bits with zero points
+        kept = keep("int4" if bits == 4 else "int8", width, group, symmetric, activations)
     in_order = torch.arange(width) // (group or width)
     groups = in_order if index is None else index.long()
     order = None if index is None else groups.argsort(stable=True)
@@ -168,16 +173,18 @@ def stored(
         kept, why = None, f"{why} with act-order"
     if kept is None:
         what = f"{why} in rows" if group in (None, width) else f"{why} in groups of {group}"
-        return StoredMatrix(tuple(tensors), round_scheme(width), lambda: by_group(*parts(), groups), what)
+        return StoredMatrix(tuple(tensors), round_scheme(width), lambda: by_group(*parts(), groups, bits), what)
     scheme, times = kept
 
     def read() -> QuantTensor:
         codes, scales, zeros = parts()
         codes = codes if order is None else codes.index_select(1, order)
+        if bits == 8 and codes.dtype == torch.uint8:
+            codes = (codes ^ 128).view(torch.int8)
         found = {"codes": codes, "scales": spread(scales, times).contiguous()}
         if scheme.weights == "int8" and found["scales"].shape[1] == 1:
             found["scales"] = found["scales"].float()
-        if isinstance(zeros, Tensor):
+        if zeros is not None:
             found["zeros"] = spread(zeros, times).contiguous()
         return QuantTensor(scheme.weights, (codes.shape[0], width), found, scheme.activations, order=order)
 
@@ -206,10 +213,10 @@ def e8m0(exponents: Tensor) -> Tensor:
     return powers.masked_fill(exponents == 255, torch.nan)
 
 
-def by_group(codes: Tensor, scales: Tensor, zeros: Tensor | float, index: Tensor) -> Tensor:
-    """(codes [O, K] - zeros [O, n]) * scales [O, n] as float32 [O, K]; column k uses group index[k]."""
-    index = index.long()
-    offset = zeros.float().index_select(1, index) if isinstance(zeros, Tensor) else zeros
+def by_group(codes: Tensor, scales: Tensor, zeros: Tensor | None, index: Tensor, bits: int) -> Tensor:
+    """(codes [O, K] - zeros [O, n]) * scales [O, n] as float32 [O, K], as in `stored`; column k uses group index[k]."""
+    index, middle = index.long(), 0 if codes.dtype == torch.int8 else 1 << (bits - 1)
+    offset = middle if zeros is None else zeros.float().index_select(1, index)
     return (codes.float() - offset).mul_(scales.float().index_select(1, index))
 
 

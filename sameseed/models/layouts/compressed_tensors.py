@@ -20,7 +20,6 @@ from sameseed.models.layouts.base import (
     StoredMatrix,
     column_groups,
     float_rows,
-    keep,
     listed,
     stored,
     two_sizes,
@@ -175,34 +174,28 @@ class CompressedTensors(Layout):
             tensors.append(files.expect(f"{name}.weight_g_idx", ["I32", "I64"], (width,)))
             if not (files.raw(tensors[-1]) == -1).all():  # -1 means unset
                 index = column_groups(tensors[-1], files, size or width, count)
-        kept = None
-        if g.symmetric or g.bits == 4:
-            kept = keep("int4" if g.bits == 4 else "int8", width, size, g.symmetric, g.activations)
         why = f"{g.bits}-bit codes{'' if g.symmetric else ' with zero points'}"
-        return stored(tensors, kept, partial(_codes, name, shape, files, g, count), width, size, why, index)
+        parts = partial(_codes, name, shape, files, g, count)
+        return stored(tensors, g.bits, parts, width, size, why, g.symmetric, g.activations, index)
 
 
 def _codes(
     name: str, shape: tuple[int, int], files: Files, g: Group, count: int
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Codes [O, K], scales [O, n], and zero points [O, n] or the one number that all of them equal."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `stored` takes."""
     height, width = shape
     scales = files.raw(f"{name}.weight_scale").reshape(-1, count).expand(height, count).contiguous()
-    if g.layout != "pack-quantized":
-        codes = files.raw(f"{name}.weight")
-        zeros: Tensor | float = 0.0
-        if not g.symmetric:
-            zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)
-        if g.bits == 8:
-            return codes, scales, zeros
-        for found in (codes, zeros) if isinstance(zeros, Tensor) else (codes,):
-            if found.min() < -8 or found.max() > 7:
-                raise ModelLoadError(f"tensor {name}.weight holds more than 4 bits; the file is damaged")
-        return (codes + 8).view(torch.uint8), scales, (zeros + 8).to(torch.uint8) if isinstance(zeros, Tensor) else 8.0
-    codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width]
-    zeros = float(1 << (g.bits - 1))
+    if g.layout == "pack-quantized":
+        codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width].contiguous()
+        zeros = None if g.symmetric else unpacked(files.raw(f"{name}.weight_zero_point").T, g.bits)[:, :height].T
+        return codes, scales, zeros
+
+    codes, zeros = files.raw(f"{name}.weight"), None
     if not g.symmetric:
-        zeros = unpacked(files.raw(f"{name}.weight_zero_point").T, g.bits)[:, :height].T
-    if g.bits == 8 and g.symmetric:  # stored with 128 added
-        return (codes ^ 128).view(torch.int8), scales, 0.0
-    return codes.contiguous(), scales, zeros
+        zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)
+    if g.bits == 8:
+        return codes, scales, zeros
+    for found in (codes,) if zeros is None else (codes, zeros):
+        if found.min() < -8 or found.max() > 7:
+            raise ModelLoadError(f"tensor {name}.weight holds more than 4 bits; the file is damaged")
+    return (codes + 8).view(torch.uint8), scales, None if zeros is None else (zeros + 8).to(torch.uint8)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError, say_once
@@ -28,7 +27,6 @@ from sameseed.models.layouts.base import (
     StoredMatrix,
     column_groups,
     group_size,
-    keep,
     nibbles,
     stored,
     unpacked,
@@ -118,19 +116,14 @@ class GptqLayout(Layout):
         if f"{name}.g_idx" in files:
             tensors.append(files.expect(f"{name}.g_idx", ["I32", "I64"], (width,)))
             index = column_groups(tensors[-1], files, size, count)
-        kept = None
-        if s.symmetric or s.bits == 4:
-            kept = keep("int4" if s.bits == 4 else "int8", width, s.group, s.symmetric)
 
-        def parts() -> tuple[Tensor, Tensor, Tensor | float]:
+        def parts() -> tuple[Tensor, Tensor, Tensor | None]:
             codes, scales = unpacked(files.raw(f"{name}.qweight").T, s.bits), files.raw(f"{name}.scales").T.contiguous()
             zeros = self._zeros(name, files.raw(f"{name}.qzeros"), s)
-            if not s.symmetric:
-                return codes, scales, zeros
-            return (codes, scales, 8.0) if s.bits == 4 else ((codes ^ 128).view(torch.int8), scales, 0.0)
+            return codes, scales, None if s.symmetric else zeros
 
-        zeros = "" if s.symmetric else " with zero points"
-        return stored(tensors, kept, parts, width, s.group, f"{s.bits}-bit GPTQ{zeros}", index)
+        why = f"{s.bits}-bit GPTQ{'' if s.symmetric else ' with zero points'}"
+        return stored(tensors, s.bits, parts, width, s.group, why, s.symmetric, index=index)
 
     def _zeros(self, name: str, packed: Tensor, s: GptqSettings) -> Tensor:
         """Zero points uint8 [O, n] from qzeros int32 [n, O bits / 32]. Raises ModelLoadError if `sym` contradicts."""
@@ -195,8 +188,7 @@ class AwqLayout(Layout):
             codes, zeros = _ordered(files.raw(f"{name}.qweight")), _ordered(files.raw(f"{name}.qzeros"))
             return codes, files.raw(f"{name}.scales").T.contiguous(), zeros
 
-        kept = keep("int4", width, self.group, symmetric=False)
-        return stored(tensors, kept, parts, width, self.group, "AWQ")
+        return stored(tensors, 4, parts, width, self.group, "AWQ", symmetric=False)
 
 
 def auto_round(config: Mapping[str, Any], where: str) -> Layout:
@@ -266,11 +258,10 @@ class MarlinLayout(Layout):
         files.expect(f"{name}.B", ["I32"], (width // DEPTH, 2 * height))
         scales, read = self._scales(name, height, 1 if group is None else width // group, files)
 
-        def parts() -> tuple[Tensor, Tensor, float]:
-            return self._codes(files.raw(f"{name}.B"), group), read().T.contiguous(), float(ZERO)
+        def parts() -> tuple[Tensor, Tensor, None]:
+            return self._codes(files.raw(f"{name}.B"), group), read().T.contiguous(), None
 
-        kept = keep("int4", width, group, activations=self.activations)
-        return stored([f"{name}.B", *scales], kept, parts, width, group, self.name)
+        return stored([f"{name}.B", *scales], 4, parts, width, group, self.name, activations=self.activations)
 
     def _scales(self, name: str, height: int, count: int, files: Files) -> tuple[list[str], Callable[[], Tensor]]:
         """The names of the tensors that hold scales, checked, and a function that reads scales [n, O]."""
