@@ -158,9 +158,10 @@ def stored(
 ) -> StoredMatrix:
     """A matrix [O, K] of integer codes of 4 or 8 bits: in a scheme of ours, or decoded where none holds them.
 
-    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or None: then signed codes are around 0, unsigned
-    ones around the middle. `index` [K]: the group of each column, if the groups are not in order (act-order). Such a matrix is kept with sorted columns
-    if all groups are full. `why`: description of the codes, to which the group is added.
+    `parts()` reads codes [O, K], scales [O, n] and zero points [O, n], or None where these are 0 for signed codes and
+    the middle for unsigned ones. `index` [K]: the group of each column, if the groups are not in order (act-order).
+    Such a matrix is kept with sorted columns if all groups are full. `why`: description of the codes, to which the
+    group is added.
     """
     kept = None
     if symmetric or bits == 4:  # no format has 8 bits with zero points

@@ -166,7 +166,7 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "name",
-    ["gptq", "awq", "auto-round", "gptq-marlin", "marlin-channel", "ct-w4a16-asym", "ct-w8a16", "bnb-nf4", "fp8"],
+    ["awq", "gptq-marlin", "ct-w8a16", "bnb-nf4", "fp8"],
 )
 def test_logits_of_a_layout_are_those_of_the_matrices_it_means(name, tmp_path):
     dense = write_layout(tmp_path / "stored", *LAYOUTS[name][:2])
@@ -207,37 +207,6 @@ def test_act_order_is_kept_in_codes(backend, weights, tmp_path):
     assert (got - want).norm() < (1e-3 if weights == "auto" else 0.1) * want.norm()
     assert (got - all_logits(load(tmp_path / "stored", weights=weights), prompt(20))).abs().max() < 2e-3
     assert got[:1].equal(all_logits(model, prompt(20)[:1]))
-
-
-def test_mixed_groups_targets_and_ignored_layers(tmp_path):
-    """Targets by name go before regular expressions, and these before classes; all other modules are dense."""
-    coarse, fine = ct_integers(4, 128), ct_integers(8, None, layout="int-quantized")
-
-    def writer(weight, name, generator):
-        return (fine if name.endswith("down_proj") else coarse)(weight, name, generator)
-
-    config = ct_config(4, "int", "group", "pack-quantized", 128)
-    other = ct_config(8, "int", "channel", "int-quantized")["config_groups"]["group_0"]
-    config["config_groups"]["group_1"] = other | {"targets": [r"re:.*layers\.\d+\.mlp\.down_proj$"]}
-    config["ignore"] = ["lm_head", "re:.*self_attn.*"]
-    dense = write_layout(tmp_path, writer, config, lambda n: n.endswith("_proj.weight") and ".mlp." in n)
-    with opened(tmp_path) as checkpoint:
-        names = {
-            n: str(checkpoint.scheme(n)) for n in dense if n.startswith("model.layers.0") and n.endswith("proj.weight")
-        }
-    at = "model.layers.0"
-    assert names[f"{at}.mlp.up_proj.weight"] == "w4a16-g128" and names[f"{at}.mlp.down_proj.weight"] == "w8a16"
-    assert names[f"{at}.self_attn.q_proj.weight"] == "None"
-    want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))
-    assert (all_logits(load(tmp_path), prompt(20)) - want).abs().max() < 1e-2  # dense matrices are bf16
-
-
-def test_int8_activations_are_kept(tmp_path):
-    config = ct_config(8, "int", "channel", "int-quantized")
-    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    config["config_groups"]["group_0"]["input_activations"] = inputs
-    write_layout(tmp_path, ct_integers(8, None, layout="int-quantized"), config)
-    assert {m.activations for m in load(tmp_path).weights.layers[0].matrices} == {"int8"}
 
 
 def test_codes_of_bitsandbytes_run_as_there(tmp_path):
@@ -319,13 +288,14 @@ WRAPPED, MLX_WRAPPED = "model.language_model.", "language_model.model."
 FINE = {
     f"{MLX_WRAPPED}layers.{i}.mlp.{part}_proj": {"bits": 8, "group_size": 32} for i in (0, 3) for part in ("up", "down")
 }
-BY_NAME = ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [f"{WRAPPED}layers.0.mlp.up_proj"]}
+BY_NAME = ct_config(4, "int", "group", "pack-quantized", 128)
+BY_NAME["ignore"] = ["lm_head", f"{WRAPPED}layers.0.mlp.up_proj", r"re:.*layers\.3\.self_attn.*"]
 EIGHT = ct_config(8, "int", "channel", "int-quantized")["config_groups"]["group_0"]
 BY_NAME["config_groups"] |= {
     "group_1": EIGHT | {"targets": [f"{WRAPPED}layers.1.mlp.down_proj"]},
     "group_2": EIGHT | {"targets": [r"re:model\.language_model\.layers\.\d+\.self_attn\.q_proj$"]},
 }
-DYNAMIC = {r"+:model\.language_model\.layers\.\d+\.mlp\.down_proj$": {"bits": 8, "group_size": 64}}
+DYNAMIC = {r"+:model\.language_model\.layers\.\d+\.mlp\.down_proj$": {"bits": 8, "group_size": 64}, "-:.*v_proj": {}}
 
 
 def by_name(usual, **others):
@@ -345,15 +315,17 @@ PUBLISHED = {
         GEMMA, BY_NAME,
         by_name(
             ct_integers(4, 128),
+            **dict.fromkeys((r"0\.mlp\.up", r"3\.self_attn"), unquantized),
             **dict.fromkeys((r"1\.mlp\.down", "q_proj"), ct_integers(8, None, layout="int-quantized")),
-            **{r"0\.mlp\.up": unquantized},
         ),
         WRAPPED, "",
     ),
     "in text_config": (
         GEMMA | {"text_config": GEMMA["text_config"] | {"quantization_config": GPTQ}}, None, gptq(), WRAPPED, "",
     ),
-    "GPTQ's dynamic": (GEMMA, GPTQ | {"dynamic": DYNAMIC}, by_name(gptq(), down_proj=gptq(8, 64)), WRAPPED, ""),
+    "GPTQ's dynamic": (
+        GEMMA, GPTQ | {"dynamic": DYNAMIC}, by_name(gptq(), down_proj=gptq(8, 64), v_proj=unquantized), WRAPPED, "",
+    ),
     "AutoRound": (
         GEMMA, AUTO | {"extra_config": {
             f"{WRAPPED}layers.1.mlp.down_proj": {"bits": 8, "group_size": 64},
@@ -410,23 +382,6 @@ def test_a_quantized_checkpoint_without_settings_is_no_dense_one(name, tmp_path)
     write_layout(tmp_path, LAYOUTS[name][0], None)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelLoadError, match="quantization_config"):
         checkpoint.check(parse_config(RAW))
-
-
-def test_gptq_with_settings_of_its_own_for_some_modules(tmp_path):
-    """GPTQModel's `dynamic` rules: + (or no sign) changes settings, - leaves a module dense."""
-    eight, four = gptq(8, 64), gptq()
-
-    def writer(weight, name, generator):
-        return (eight if name.endswith("down_proj") else four)(weight, name, generator)
-
-    dynamic = {r"+:.*down_proj": {"bits": 8, "group_size": 64}, r"-:.*v_proj": {}}
-    write_layout(
-        tmp_path, writer, GPTQ | {"dynamic": dynamic}, lambda n: n.endswith("_proj.weight") and "v_proj" not in n
-    )
-    with opened(tmp_path) as checkpoint:
-        assert str(checkpoint.scheme(f"{DOWN}.weight")) == "w8a16-g64"
-        assert str(checkpoint.scheme(f"{UP}.weight")) == "w4a16-g128"
-        assert checkpoint.scheme("model.layers.0.self_attn.v_proj.weight") is None
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32)])
