@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError, say_once
-from sameseed.models.config import ModelConfig, View, family
+from sameseed.models.config import ModelConfig, View, family, one_of
 from sameseed.models.layouts import PACKED, layout_of
 from sameseed.models.layouts.base import Layout, StoredMatrix, cache_scale, finite, round_scheme, rounded
 from sameseed.models.layouts.patterns import TEXT_PARTS
@@ -69,15 +69,13 @@ class Checkpoint(TensorSource):
                         continue
                     if name in self._files:
                         raise ModelLoadError(
-                            f"tensor {name[:80]} is in both {self._files[name].path.name} and {file} of "
-                            f"{self.folder}; take the file away that is not the model's, or add an index"
+                            f"tensor {name[:80]} is in {self._files[name].path} and in {file}; take one file away"
                         )
                     self._files[name] = opened
             astray = next((n for n in places if n not in self._files and not n.endswith(IGNORED_SUFFIXES)), None)
             if astray is not None:
                 raise ModelLoadError(
-                    f"tensor {astray[:80]} is missing from {self.folder / places[astray]}, where the index has it; "
-                    "download both again"
+                    f"tensor {astray[:80]} is not in {self.folder / places[astray]}; download it and the index again"
                 )
             self.rename(_short_name)
         except BaseException:
@@ -183,9 +181,7 @@ class Checkpoint(TensorSource):
             self._recent = None  # free the last matrix before reading the next one
             value = self._stored[name].read()
             if not finite(value):
-                raise ModelLoadError(
-                    f"tensor {name} in {self.folder} means NaN or infinity by its codes and scales; the file is damaged"
-                )
+                raise ModelLoadError(f"tensor {name} in {self.folder} holds NaN or infinity; the file is damaged")
             self._recent = name, value
         return self._recent[1]
 
@@ -217,9 +213,7 @@ class Checkpoint(TensorSource):
 
     def expect(self, name: str, dtypes: Seq[str], *shapes: tuple[int, ...]) -> str:
         if name not in self._files:
-            raise ModelLoadError(
-                f"{self.folder}: tensor {name} is missing, which quantization_config and the tensors beside it ask for"
-            )
+            raise ModelLoadError(f"{self.folder}: tensor {name} is missing; download the folder again")
         dtype, shape = self.kind(name)
         if dtype not in dtypes or shape not in shapes:
             raise ModelLoadError(
@@ -258,13 +252,12 @@ class Checkpoint(TensorSource):
         packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)
         if packed is not None and self._layout is None:
             raise ModelLoadError(
-                f"{self.folder}: tensor {packed[:80]} belongs to a quantized checkpoint, but no file says how it is "
-                "quantized; config.json needs the quantization_config that its maker wrote: download the folder again"
+                f"{self.folder}: tensor {packed[:80]} is quantized, and config.json has no quantization_config: "
+                "download the folder again"
             )
         if missing:
             raise ModelLoadError(
-                f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); is it the model that "
-                "config.json describes?"
+                f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); does config.json fit?"
             )
         viewed = {v.tensor for v in self._views.values()}
         known = {*expected, *taken, *viewed}
@@ -285,12 +278,9 @@ class Checkpoint(TensorSource):
             entry = self._entry(name)
             if entry.shape != shape:
                 raise ModelLoadError(
-                    f"{self.folder}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+                    f"{self.folder}: tensor {name} is {list(entry.shape)}, config.json asks for {list(shape)}"
                 )
-            if entry.dtype not in DTYPES:
-                raise ModelLoadError(
-                    f"{self.folder}: tensor {name} is {entry.dtype}; only F32, BF16 and F16 can be read"
-                )
+            one_of(entry.dtype, DTYPES, f"{self.folder}: tensor {name} in")
 
     def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
         """Fill `_stored`, and return the names of all tensors that make up its matrices."""
@@ -323,8 +313,7 @@ def check_extra(path: Path, names: Collection[str], other_parts: tuple[str, ...]
         say_once(f"{path.name}: {left_out} tensors beside the language model (vision, audio) are left out")
     if extra:
         raise ModelLoadError(
-            f"{path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); a {config.architecture} of this config "
-            "has none of that name"
+            f"{path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); a {config.architecture} has none of it"
         )
 
 

@@ -6,13 +6,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from sameseed.errors import ConfigError, ModelLoadError, say_once
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sameseed.models.decoder import Decoder
 
 log = logging.getLogger("sameseed.models")
+V = TypeVar("V")
 
 # Modules that stay as the checkpoint stores them, unless a rule names them.
 ROUTERS = ("mlp.gate", "mlp.router", "feed_forward.gate")
@@ -239,9 +240,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ModelLoadError(
-            f"{path} is missing; a model folder holds config.json, *.safetensors and tokenizer.json"
-        ) from None
+        raise ModelLoadError(f"{path} is missing; a model's folder has config.json and *.safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(value, dict):
@@ -249,20 +248,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _architecture(raw: Mapping[str, Any], where: str) -> str:
-    """The first name in `architectures`. Raises ModelLoadError if it is not supported."""
-    names = raw.get("architectures") or ["?"]
-    architecture = names[0] if isinstance(names, list) else "?"
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{where}: architecture {architecture!r} is not supported; these are: {', '.join(ARCHITECTURES)}"
-        )
-    return architecture
+def named_architecture(raw: Mapping[str, Any]) -> str:
+    """The first of the architectures that a config.json names; "?" for none."""
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "?"
+
+
+def one_of(value: Any, options: Iterable[V], what: str, remedy: str = "") -> V:
+    """`value` itself. Raises ModelLoadError, with the options and a remedy, unless it is one of them."""
+    for option in (options := list(options)):
+        if option == value:
+            return option
+    names = ", ".join(map(str, options)) + (f"; {remedy}" if remedy else "")
+    raise ModelLoadError(f"{what} {str(value)[:80]!r} is not supported; these are: {names}")
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """ModelConfig from a parsed config.json, read by its family; of a model that also sees, its language model's."""
-    architecture = _architecture(raw, where)
+    architecture = one_of(named_architecture(raw), ARCHITECTURES, f"{where}: architecture")
     if isinstance(text := raw.get("text_config"), dict):
         raw = {**raw, **text, **{k: raw[k] for k in OUTER if raw.get(k) is not None}}
     usual = next((values for name, values in DEFAULTS.items() if architecture.startswith(name)), {})
@@ -281,9 +284,7 @@ def llama_only(config: ModelConfig, what: str) -> ModelConfig:
     """The config itself. Raises ConfigError unless it is of the Llama family, whose layers `what` computes anew."""
     known = [name for name, file in ARCHITECTURES.items() if file == "llama" and name not in WITH_FACTORS]
     if config.architecture not in known:
-        raise ConfigError(
-            f"{what} does not support {config.architecture}; use a model of one of these: {', '.join(known)}"
-        )
+        raise ConfigError(f"{what} does not support {config.architecture}; use a model of {', '.join(known)}")
     return config
 
 
@@ -307,11 +308,8 @@ def base_config(
     kv_heads = whole("num_key_value_heads", heads)
     head_dim = whole("head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
-        raise ModelLoadError(
-            f"{where}: {heads} heads must be a multiple of {kv_heads} KV heads, and head_dim {head_dim} must be even"
-        )
-    if raw.get("hidden_act", act[0]) not in act:
-        raise ModelLoadError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only {act[0]!r} is")
+        raise ModelLoadError(f"{where}: {kv_heads} KV heads must divide {heads} heads, and head_dim {head_dim} be even")
+    one_of(raw.get("hidden_act", act[0]), act, f"{where}: hidden_act")
     layers, max_len = whole("num_hidden_layers", most=MAX_LAYERS), whole("max_position_embeddings", 2048)
     rope = _rope(raw, max_len, where, head_dim, rotates)
     if rope.kind == "yarn":  # which users add without raising the model's own limit
@@ -428,8 +426,7 @@ def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | No
         return whole_number(raw, where, name, least=0, most=vocab_size - 1)
     if raw.get("spd_type") in PARALLEL:
         raise ModelLoadError(
-            f"{where}: spd_type 'pard' without a mask token; name it, as \"pard_token\": the id of a token that no "
-            "text has, or take spd_type out: then it drafts a token a pass"
+            f"{where}: spd_type 'pard' without a mask token; name it as \"pard_token\", or take spd_type out"
         )
     return None
 
@@ -475,13 +472,10 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
     kind = scaling.get("rope_type", "default")
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
-    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "su"):  # the last two are one
-        raise ModelLoadError(
-            f"{where}: rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn, longrope"
-        )
+    one_of(kind, ("default", "linear", "llama3", "yarn", "longrope", "su"), f"{where}: rope scaling")
     share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", rotates))
-    if rotates is None and share not in (None, 1):
-        raise ModelLoadError(f"{where}: partial_rotary_factor is not supported here; the whole head must rotate")
+    if rotates is None:
+        one_of(share, (None, 1), f"{where}: partial_rotary_factor")
     rotary_dim = int(head_dim * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
     if rotates is not None and (rotary_dim < 2 or rotary_dim % 2):
         raise ModelLoadError(f"{where}: partial_rotary_factor {share!r} of {head_dim} dimensions is no even number")

@@ -18,7 +18,7 @@ from torch import Tensor
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, RopeConfig, base_config, family, layer_shapes, whole_number
+from sameseed.models.config import ModelConfig, RopeConfig, base_config, family, layer_shapes, one_of, whole_number
 from sameseed.models.decoder import Decoder
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
@@ -157,8 +157,7 @@ class Gemma(Decoder):
         if raw.get("enable_moe_block"):
             return family("Gemma4MoeForCausalLM").parse({**raw, "enable_moe_block": False}, where)  # type: ignore[return-value]
         for name in UNREAD:
-            if raw.get(name) not in (None, False, "vision"):  # text is causal also where images are not
-                raise ModelLoadError(f"{where}: {name} is not supported; take a dense Gemma 3 or 4")
+            one_of(raw.get(name), (None, False, "vision"), f"{where}: {name}")  # text is causal where images are not
         fourth = str(raw["architectures"][0]).startswith("Gemma4")
         raw = {k: v for k, v in raw.items() if v is not None}
         raw["hidden_act"] = raw["hidden_activation"]

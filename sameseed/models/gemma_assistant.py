@@ -104,8 +104,8 @@ class Assistant(Gemma):
         c, t = self.config, target.config
         if not fits(c, t):
             raise ConfigError(
-                f"this assistant drafts for a Gemma 4 of hidden size {c.target_size} and {c.vocab_size} tokens, not "
-                f"for {t.architecture} of {t.hidden_size} and {t.vocab_size}; take the assistant of this target"
+                f"this assistant drafts for a Gemma 4 of hidden size {c.target_size} and {c.vocab_size} tokens, "
+                f"not of {t.hidden_size} and {t.vocab_size}; take the assistant of this target"
             )
 
     @torch.inference_mode()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, base_config
+from sameseed.models.config import ModelConfig, base_config, one_of
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, with_experts
 from sameseed.models.weights import Shapes
@@ -31,8 +30,7 @@ class GptOss(Qwen3Moe):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        if raw.get("swiglu_alpha", 1.702) != 1.702:
-            raise ModelLoadError(f"{where}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported; only 1.702 is")
+        one_of(raw.get("swiglu_alpha", 1.702), [1.702], f"{where}: swiglu_alpha")
         limit = float(raw.get("swiglu_limit", 7.0))
         return with_experts(MoeConfig, base_config(raw, where), raw, where, "intermediate_size", limit=limit)
 

@@ -23,10 +23,7 @@ class Granite4(Llama):
         kinds, turns = raw.get("layer_types"), raw.get("position_embedding_type")
         attends = isinstance(kinds, list) and all(kind in ATTENTION for kind in kinds)
         if not attends or raw.get("num_local_experts", 8):
-            raise ModelLoadError(
-                f"{where}: of Granite 4 only dense models load, whose layers are all attention (350M, 1B, micro); "
-                "take one of them"
-            )
+            raise ModelLoadError(f"{where}: Granite 4 loads where all layers are attention (350M, 1B, micro); take one")
         inner = raw.get("shared_intermediate_size", 1024)
         base = super().parse({**raw, "architectures": ["GraniteForCausalLM"], "intermediate_size": inner}, where)
         still = frozenset() if turns == "rope" else frozenset(range(base.num_layers))

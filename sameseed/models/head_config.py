@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError, say_once
-from sameseed.models.config import ModelConfig, layer_shapes, parse_config, read_json, whole_number
+from sameseed.models.config import (
+    ModelConfig,
+    layer_shapes,
+    named_architecture,
+    one_of,
+    parse_config,
+    read_json,
+    whole_number,
+)
 
 # Architecture -> kind of head.
 HEADS = {
@@ -37,6 +45,7 @@ TARGET_SIGNS = "target_signs"  # key of config.json: `eagle_loader.embedding_sig
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 CONVS = ("attention_conv", "mlp_conv")  # of a layer of DFlash2
 SELECTOR, CODEBOOKS = "candidate_selector", ("predecessor_codebook", "successor_codebook")
+TRAINED = "use a head that was trained for this target"
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # if missing: the target's (2), none, no offsets
 
 
@@ -69,8 +78,7 @@ class HeadConfig:
         inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
         if any(not 1 <= i <= num_layers for i in inputs):
             raise ConfigError(
-                f"the head reads what enters the target's layers {list(inputs)}, and the target has layers 1 to "
-                f"{num_layers - 1}; use a head that was trained for this target"
+                f"the head reads what enters layers {list(inputs)} of the target's {num_layers}; {TRAINED}"
             )
         return tuple(i - 1 for i in inputs)
 
@@ -82,13 +90,11 @@ class HeadConfig:
         """Raises ConfigError or VocabularyError unless the head can draft for a target of this config."""
         if self.target_hidden_size != target.hidden_size:
             raise ConfigError(
-                f"the head reads hidden states of {self.target_hidden_size} values, the target's have "
-                f"{target.hidden_size}; use a head that was trained for this target"
+                f"the head reads states of {self.target_hidden_size} values, not {target.hidden_size}; {TRAINED}"
             )
         if self.layer.vocab_size != target.vocab_size:
             raise VocabularyError(
-                f"the head's vocabulary has {self.layer.vocab_size} tokens, the target's {target.vocab_size}; use a "
-                "head that was trained for this target"
+                f"the head knows {self.layer.vocab_size} tokens, the target {target.vocab_size}; {TRAINED}"
             )
         self.captures(target.num_layers)
 
@@ -189,25 +195,16 @@ def check_rotation(head: Path, target: Path) -> None:
     """Raise ConfigError for a head adapted to another rotation; log a notice once where a head may need adapting."""
     own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
     if own is not None and own != wanted:
-        has, remedy = "none", "take the head as it was before"
-        if wanted is not None:
-            has = f"the seed {wanted}"
-            remedy += f", and turn that one for this target (sameseed quantize HEAD --head-for {target} -o DIR)"
+        again = "" if wanted is None else f", and turn it (sameseed quantize HEAD --head-for {target} -o DIR)"
         raise ConfigError(
-            f"the head {head} was turned for a target whose rotation has the seed {own}, and {target} has {has}; "
-            f"{remedy}"
+            f"the head {head} was turned for the rotation of seed {own}, and {target} has {wanted}; take the head "
+            f"before that{again}"
         )
     if own is None and wanted is not None:
         say_once(
-            f"{target} was rotated, so a head for the model before it drafts badly: turn it (sameseed quantize "
-            f"{head} --head-for {target} -o DIR). One that was trained for the rotated model is right as it is"
+            f"{target} was rotated: a head for the model before it must be turned (sameseed quantize {head} --head-for "
+            f"{target} -o DIR), one that was trained for the rotated model is right as it is"
         )
-
-
-def named_architecture(raw: Mapping[str, Any]) -> str:
-    """The first of the architectures that a config.json names; "?" for none."""
-    names = raw.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else "?"
 
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:
@@ -230,11 +227,9 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
     """HeadConfig of a parsed config.json: plain, or of a speculator (with its layers in transformer_layer_config)."""
     algorithm, name, block = raw.get("speculators_model_type"), named_architecture(raw), is_block_config(raw)
     unnamed = "eagle3" if "draft_vocab_size" in raw else "eagle"  # heads of EAGLE's authors name their layer alone
-    kind = "block" if block else HEADS.get(name, unnamed if name in LAYERS.values() else None)
-    if kind is None or (not block and (kind == "block" or algorithm not in (None, "eagle3"))):
-        raise ModelLoadError(
-            f"{where}: a draft head of kind {algorithm or name!r} is not supported; these are: {', '.join(HEADS)}"
-        )
+    kind = "block" if block else HEADS.get(name, unnamed if name in LAYERS.values() else "")
+    if not block and (kind in ("", "block") or algorithm not in (None, "eagle3")):
+        one_of(algorithm or name, HEADS, f"{where}: a draft head of kind")
     inner = raw if algorithm is None else raw.get("transformer_layer_config")
     own_key = "dflash_config" if block else "eagle_config"
     own = raw.get(own_key) or {}
@@ -243,10 +238,8 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
             raise ModelLoadError(f"{where}: {key} must be an object, got {str(value)[:80]}")
     assert isinstance(inner, Mapping)
     settings, usual = {**own, **raw}, "qwen3" if block or "Qwen3" in name else "llama"
-    architecture = LAYERS.get(str(inner.get("model_type", usual)))
-    if architecture is None:
-        raise ModelLoadError(f"{where}: a head of model_type {inner['model_type']!r}; these are: {', '.join(LAYERS)}")
-    layer = {**inner, "architectures": [architecture]}
+    model_type = one_of(inner.get("model_type", usual), LAYERS, f"{where}: a head of model_type")
+    layer = {**inner, "architectures": [LAYERS[model_type]]}
     return (_block if block else _eagle)(kind, layer, settings, where)
 
 
@@ -258,17 +251,13 @@ def _sizes(settings: Mapping[str, Any], layer: ModelConfig, where: str) -> tuple
 
 
 def _eagle(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> HeadConfig:
-    if inner.get("num_hidden_layers", 1) != 1:
-        raise ModelLoadError(
-            f"{where}: a head of {inner['num_hidden_layers']} layers; only EAGLE heads of one are supported"
-        )
+    one_of(inner.get("num_hidden_layers", 1), [1], f"{where}: num_hidden_layers of an EAGLE head")
     kinds = inner.get("layer_types")  # may list the target's layers; the first entry is the head's
     slides = kinds[0] == "sliding_attention" if isinstance(kinds, list) and kinds else inner.get("use_sliding_window")
     window = inner.get("sliding_window") if slides else None
     layer = parse_config({**inner, "num_hidden_layers": 1}, where)
     layer = replace(layer, tied_embeddings=False, windows=(window if isinstance(window, int) else None,))
-    if settings.get("use_aux_hidden_state") is False:
-        raise ModelLoadError(f"{where}: use_aux_hidden_state false is not supported; the head must read three layers")
+    one_of(settings.get("use_aux_hidden_state"), (None, True), f"{where}: use_aux_hidden_state")
     aux = settings.get("eagle_aux_hidden_state_layer_ids") or None
     if aux is not None and (not isinstance(aux, list) or any(type(v) is not int for v in aux)):
         raise ModelLoadError(f"{where}: eagle_aux_hidden_state_layer_ids must list layers, got {str(aux)[:80]}")
@@ -286,9 +275,8 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     layer = replace(layer, tied_embeddings=False, windows=windows)
     spark = "dspark" in str(settings.get("speculators_model_type") or named_architecture(settings)).lower()
     rank = whole_number(settings, where, "markov_rank", 0, least=0) if spark else 0
-    markov = settings.get("markov_head_type", "vanilla")
-    if rank and markov != "vanilla":
-        raise ModelLoadError(f"{where}: a Markov head of type {markov!r} is not supported; only 'vanilla' is")
+    if rank:
+        one_of(settings.get("markov_head_type", "vanilla"), ["vanilla"], f"{where}: markov_head_type")
     # Speculators list the layers whose inputs the head reads; the other layouts list those whose outputs it reads.
     name, later = "aux_hidden_state_layer_ids", 0
     if settings.get(name) is None:
@@ -323,9 +311,7 @@ def _sights(
     usual = "sliding_attention" if inner.get("use_sliding_window") else "full_attention"
     kinds = inner.get("layer_types") or [usual] * layers  # may go on with the target's layers
     if not isinstance(kinds, list) or len(kinds) < layers:
-        raise ModelLoadError(
-            f"{where}: layer_types must list a kind for each of {layers} layers, got {str(kinds)[:80]}"
-        )
+        raise ModelLoadError(f"{where}: layer_types must list {layers} layers, got {str(kinds)[:80]}")
     slides = [kind == "sliding_attention" for kind in kinds[:layers]]
     causal = [slide and not settings.get("sliding_window_non_causal") for slide in slides]
     if settings.get("use_swa") and not any(slides):
@@ -339,12 +325,9 @@ def _sights(
 
 def _refuse(inner: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> None:
     """Raise ModelLoadError for settings that change the computation and are not supported."""
-    projector = settings.get("projector_type", "dflash")
-    if projector not in ("dflash", "dflash2"):
-        raise ModelLoadError(f"{where}: projector_type {projector!r} is not supported; dflash and dflash2 are")
+    one_of(settings.get("projector_type", "dflash"), ("dflash", "dflash2"), f"{where}: projector_type")
     wanted = {"input_embedding_scale": 1, "output_multiplier": 1, "is_neox_style": True, "shift_label": False}
     for name, usual in wanted.items():
-        if settings.get(name) not in (None, usual):
-            raise ModelLoadError(f"{where}: {name} {settings[name]!r} is not supported; only {usual} is")
+        one_of(settings.get(name), (None, usual), f"{where}: {name}")
     if settings.get("selector_rank") and settings.get("final_logit_softcapping"):
         raise ModelLoadError(f"{where}: a selector of logits with final_logit_softcapping is not supported")

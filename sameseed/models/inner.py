@@ -36,9 +36,7 @@ def with_tokens(model: Decoder, ids: Tensor) -> Decoder:
     """
     kept = torch.tensor(sorted({t for t in ids.tolist() if t < model.config.vocab_size}), device=model.device)
     if not len(kept):
-        raise ConfigError(
-            "the draft model has none of the tokens of `vocabulary`; name others, or leave the option out"
-        )
+        raise ConfigError("the draft model has none of the tokens of `vocabulary`; leave the option out")
     weights = replace(model.weights, lm_head=take_rows(model.ops, model.weights.lm_head, kept))
     return type(model)(model.config, weights, model.ops, model.max_model_len, token_ids=kept)
 

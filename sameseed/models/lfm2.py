@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, base_config, positive_number, whole_number
+from sameseed.models.config import ModelConfig, base_config, one_of, positive_number, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
@@ -95,8 +95,7 @@ class Lfm2(Llama):
         recurrent = frozenset(i for i, kind in enumerate(kinds) if kind == KINDS[0])
         if len(kinds) != base.num_layers or any(k not in KINDS for k in kinds) or KINDS[1] not in kinds:
             raise ModelLoadError(f"{where}: layer_types must name conv or full_attention for each layer, both kinds")
-        if raw.get("conv_bias"):
-            raise ModelLoadError(f"{where}: conv_bias is not supported; LFM2 and LFM2.5 have none")
+        one_of(raw.get("conv_bias"), (None, False), f"{where}: conv_bias")
         return Lfm2Config(**vars(replace(base, recurrent=recurrent)), taps=whole("conv_L_cache", 3, most=8))
 
     @classmethod

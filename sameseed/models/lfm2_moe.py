@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from sameseed.errors import ModelLoadError
-from sameseed.models.config import positive_number, whole_number
+from sameseed.models.config import one_of, positive_number, whole_number
 from sameseed.models.layers import LayerWeights
 from sameseed.models.lfm2 import Lfm2, Lfm2Config, Lfm2Layer
 from sameseed.models.qwen3_moe import Mixture, MoeConfig, with_experts
@@ -41,8 +40,7 @@ class Lfm2Moe(Mixture, Lfm2):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> Lfm2MoeConfig:
         base = super().parse({**raw, "block_auto_adjust_ff_dim": False}, where)
-        if not raw.get("use_expert_bias", True):
-            raise ModelLoadError(f"{where}: use_expert_bias false is not supported; LFM2 and LFM2.5 have these biases")
+        one_of(raw.get("use_expert_bias", True), [True], f"{where}: use_expert_bias")
         first = whole_number(raw, where, "num_dense_layers", 2, least=0, most=base.num_layers - 1)
         return with_experts(
             Lfm2MoeConfig,

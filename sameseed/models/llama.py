@@ -41,9 +41,7 @@ class Llama(Decoder):
             every = whole_number(raw, where, "no_rope_layer_interval", 4)
             turns = raw.get("no_rope_layers") or [(i + 1) % every for i in range(base.num_layers)]
             if not isinstance(turns, list) or len(turns) != base.num_layers:
-                raise ModelLoadError(
-                    f"{where}: no_rope_layers must list all {base.num_layers} layers; mend config.json"
-                )
+                raise ModelLoadError(f"{where}: no_rope_layers must list all {base.num_layers} layers")
             return replace(base, still_layers=frozenset(i for i, turn in enumerate(turns) if not turn))
         if name == "GraniteForCausalLM":
             embedding, scores, residual, logits = (positive_number(raw, n, 1.0, where) for n in GRANITE.values())

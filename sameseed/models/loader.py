@@ -45,9 +45,7 @@ def resolve_model(name: str) -> Path:
     if name and path.exists():
         if path.suffix.lower() == GGUF or _first_bytes(path) == MAGIC:
             return path
-        raise ModelLoadError(
-            f"{name} is a file, but no GGUF file; give a GGUF file, or the folder of config.json and *.safetensors"
-        )
+        raise ModelLoadError(f"{name} is no GGUF file; give one, or the folder of config.json and *.safetensors")
     repository, colon, label = name.partition(":")
     one_file = name.count("/") == 2 and name.lower().endswith(GGUF)
     if not (one_file or repository.count("/") == 1) or name.startswith((".", "/", "~")):

@@ -115,7 +115,7 @@ def new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ModelSaveError(
-            f"{out} cannot be written ({error.strerror or error}), and nothing is left there; make room or go elsewhere"
+            f"{out} cannot be written ({error.strerror or error}); make room, or choose another place"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # already renamed after success
@@ -135,9 +135,7 @@ def check_destination(out: Path, overwrite: bool, source: Path) -> None:
     if source.resolve().is_relative_to(out.resolve()):
         raise ModelSaveError(f"{out} holds the model itself, and would be lost; choose another place")
     if not out.is_dir() or not (out / "config.json").exists():
-        raise ModelSaveError(
-            f"{out} is no checkpoint (it has no config.json), and is not overwritten; choose another place"
-        )
+        raise ModelSaveError(f"{out} is no checkpoint, and is not overwritten; choose another place")
     files = [*out.glob(f"{TEMPLATES}/*"), *(p for p in sorted(out.iterdir()) if p.name != TEMPLATES)]
     strange = next((p.name for p in files if not p.is_file() or (p.suffix not in OURS and p.name not in COPIED)), None)
     if strange is not None:
@@ -163,9 +161,7 @@ def source_config(source: Path) -> dict[str, Any]:
     with closing(GGUFFile(source)) as file:
         raw = raw_config(file)
     if raw["rope_parameters"]["rope_type"] == "factors":
-        raise ConfigError(
-            f"{source}: its rope factors are of no kind that config.json can name; start from the original"
-        )
+        raise ConfigError(f"{source}: config.json cannot name its rope factors; start from the original")
     return raw
 
 
@@ -206,9 +202,8 @@ class _Writer:
         if shape is None or name in self._seen:
             raise ConfigError(f"tensor {name} is given twice, or is none of this model's")
         if tuple(value.shape) != shape or isinstance(value, QuantTensor) != (module in self.schemes):
-            raise ConfigError(
-                f"tensor {name} {list(value.shape)} should be {list(shape)}, {self.schemes.get(module, 'dense')}"
-            )
+            wanted = self.schemes.get(module, "dense")
+            raise ConfigError(f"tensor {name} {list(value.shape)} should be {list(shape)}, {wanted}")
         self._seen.add(name)
         found = {name: value} if isinstance(value, Tensor) else self._stored(module, value)
         for key, tensor in found.items():
@@ -221,10 +216,7 @@ class _Writer:
     def _stored(self, module: str, q: QuantTensor) -> dict[str, Tensor]:
         scheme = self.schemes[module]
         if q.format != scheme.weights or q.activations != scheme.activations or q.order is not None:
-            order = "" if q.order is None else ", columns in another order"
-            raise ConfigError(
-                f"module {module} comes in {q.format} (activations {q.activations}{order}), not in {scheme}"
-            )
+            raise ConfigError(f"module {module} comes in {q.format}, or in another order of columns, not in {scheme}")
         if self.method == "sameseed":
             return own.tensors_of(module, q)
         config: dict[str, Any] = get(q.format).config(q)
@@ -341,7 +333,5 @@ def check_room(out: Path, needed: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed + SPARE:
-        raise ModelSaveError(
-            f"{out} needs {needed / 1e9:.1f} GB and {place} has {max(0, free - SPARE) / 1e9:.1f} GB left; make room, "
-            "go elsewhere, or take a smaller shape"
-        )
+        left = max(0, free - SPARE) / 1e9
+        raise ModelSaveError(f"{out} needs {needed / 1e9:.1f} GB and {place} has {left:.1f} GB left; make room")

@@ -129,9 +129,7 @@ def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None =
     modules += ["lm_head"] if config.tied_embeddings or shapes is not None else []  # a head may borrow its target's
     for glob, _ in quant.rules:
         if not any(fnmatchcase(m, glob) for m in modules):
-            raise ConfigError(
-                f"no module fits the rule {glob!r}; modules are named like {', '.join(modules[:2])}, lm_head"
-            )
+            raise ConfigError(f"no module fits the rule {glob!r}; these do: {', '.join(modules[:2])}, lm_head")
 
 
 def weight_bytes(
@@ -332,9 +330,7 @@ class WeightReader:
             chosen = replace(chosen, activations=None)
         if as_stored and chosen.weights in KQUANTS | BLOCKS and not self.has_kernel(chosen):
             to = round_scheme(self.shapes[f"{module}.weight"][1])
-            say_once(
-                f"no kernel here has weights in {chosen}; they are rounded once to {to} (--format fp32: not at all)"
-            )
+            say_once(f"no kernel here has weights in {chosen}; they are rounded to {to} (--format fp32: not at all)")
             return to, False
         if not as_stored:
             say_once(f"stored codes are rounded to {chosen}: a draft's if that pays, a target's without --format auto")

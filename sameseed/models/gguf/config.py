@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, RopeConfig, family, parse_config
+from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, RopeConfig, family, one_of, parse_config
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import inverse_frequencies
 
@@ -37,11 +37,7 @@ def _architecture(file: GGUFFile) -> str:
     arch = meta.get("general.architecture")
     if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:  # only the first part names it
         raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
-    if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise ModelLoadError(
-            f"{where}: architecture {str(arch)[:80]!r} cannot be read; these can: {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    return arch
+    return one_of(arch, GGUF_ARCHITECTURES, f"{where}: architecture")
 
 
 def raw_config(file: GGUFFile) -> dict[str, Any]:
@@ -130,10 +126,7 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     kind = meta.get(f"{arch}.rope.scaling.type", "linear")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
     kinds = ("none", "linear", "yarn", *(["longrope"] if LONG_FACTORS in file.tensors else []))
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ModelLoadError(
-            f"{file.path}: rope scaling {str(kind)[:80]!r} is not supported; none, linear and yarn are"
-        )
+    one_of(kind, kinds, f"{file.path}: rope scaling")
     if kind in ("none", "longrope") or factor in (0.0, 1.0):
         return {"rope_type": "default"}
     if kind == "yarn":

@@ -148,8 +148,7 @@ class GGUFFile(TensorFile):
         values = math.prod(shape)
         if shape[-1] % block[0]:
             raise self.unsound(
-                f"tensor {name[:80]!r} in {type_} has rows of {shape[-1]} values, which blocks of {block[0]} do "
-                "not divide"
+                f"tensor {name[:80]!r} has rows of {shape[-1]} values, which blocks of {block[0]} do not divide"
             )
         if not 0 < values < 2**62 or values // block[0] * block[1] > self.size - min(offset, self.size):
             raise self.unsound(f"tensor {name[:80]!r}, {type_} {list(shape)} at {offset}, does not fit the file")
@@ -164,8 +163,7 @@ class GGUFFile(TensorFile):
         for name, t in sorted(found.items(), key=lambda item: item[1].begin):
             if t.begin % alignment or t.begin < last or data + t.end > self.size:
                 raise self.unsound(
-                    f"tensor {name[:80]!r} at bytes {t.begin} to {t.end} of the data is unaligned, overlaps another, "
-                    "or ends behind the file"
+                    f"tensor {name[:80]!r}, bytes {t.begin} to {t.end}, is unaligned, overlaps, or ends behind it"
                 )
             last = t.end
             placed[name] = TensorInfo(t.type, t.block, t.shape, data + t.begin, data + t.end)

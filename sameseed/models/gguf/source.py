@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.checkpoint import check_extra, notice_rounded
-from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, family
+from sameseed.models.config import GGUF_ARCHITECTURES, ModelConfig, family, one_of
 from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import kquants
 from sameseed.models.gguf.config import FACTORS
@@ -106,11 +106,7 @@ class GGUFCheckpoint:
                     f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
                 )
             readable = DENSE.keys() if len(shape) != 2 else DENSE.keys() | KEPT.keys() | DECODED
-            if info.type not in readable:
-                raise ModelLoadError(
-                    f"{self.path}: tensor {self._name(name)} is {info.type}, which cannot be read; these can: "
-                    f"{', '.join(sorted(readable))}"
-                )
+            one_of(info.type, sorted(readable), f"{self.path}: tensor {self._name(name)} in")
             if (scale := self._scale(name)) is not None and (scale.type, scale.shape) != ("F32", (count,)):
                 raise ModelLoadError(f"{self.path}: the scale of {self._name(name)} is not {count} values in F32")
             if info.type in DECODED:

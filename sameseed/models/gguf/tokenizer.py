@@ -22,6 +22,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError, say_once
+from sameseed.models.config import one_of
 from sameseed.models.gguf.config import CONTROL, ENDS, HTML
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.tokenizer import Tokenizer
@@ -67,12 +68,10 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     file = GGUFFile(path)
     file.close()  # only the header is needed
     meta = file.metadata
-    model = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
-    if not isinstance(model, str) or model not in ("gpt2", "llama", "gemma4"):
-        raise ModelLoadError(
-            f"{file.path}: a tokenizer of the model {str(model)[:80]!r} cannot be read; gpt2, llama and gemma4 can"
-        )
+    model = one_of(
+        meta.get("tokenizer.ggml.model"), ("gpt2", "llama", "gemma4"), f"{file.path}: a tokenizer of the model"
+    )
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
     kinds = _array(file, "token_type", len(tokens), NORMAL).copy()
@@ -115,11 +114,7 @@ def _byte_level(file: GGUFFile, names: list[str]) -> HFTokenizer:
     if (pre := file.metadata.get("tokenizer.ggml.pre")) is None:  # files from before May 2024
         pre = "default"
         say_once(f"{file.path}: no key says how texts are cut into words, so some may be cut wrongly; convert it again")
-    if not isinstance(pre, str) or pre not in PRE:
-        raise ModelLoadError(
-            f"{file.path}: its texts are cut into words as {str(pre)[:80]!r} does, which is not known here (these are: "
-            f"{', '.join(PRE)}); use the model's Hugging Face folder"
-        )
+    one_of(pre, PRE, f"{file.path}: cutting texts into words as", "use the model's Hugging Face folder")
     vocabulary = {name: i for i, name in enumerate(names)}
     backend = HFTokenizer(models.BPE(vocab=vocabulary, merges=_merges(file), ignore_merges=pre in NO_MERGES))
     if pre in ("qwen2", "qwen35"):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import read_json
-from sameseed.models.layouts.base import Layout
+from sameseed.models.config import one_of, read_json
+from sameseed.models.layouts.base import REMEDY, Layout
 from sameseed.models.layouts.bitsandbytes import BitsAndBytes
 from sameseed.models.layouts.compressed_tensors import CompressedTensors
 from sameseed.models.layouts.floats import Fp8, ModelOpt, Mxfp4
@@ -75,10 +75,5 @@ def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
         method = "bitsandbytes"  # older files do not name the method
     if method is None and "group_size" in config and "quantization" in raw:
         method = "mlx"  # written twice, under either name
-    layout = METHODS.get(method) if isinstance(method, str) else None
-    if layout is None:
-        raise ModelLoadError(
-            f"{where}: checkpoints of quant_method {str(method)[:80]!r} cannot be read; these can: "
-            f"{', '.join(METHODS)}, and GGUF files; or use the unquantized model and --format"
-        )
-    return layout({"num_local_experts": raw.get("num_local_experts"), **config}, where)
+    known = one_of(method, METHODS, f"{where}: quant_method", f"or GGUF files: {REMEDY}")
+    return METHODS[known]({"num_local_experts": raw.get("num_local_experts"), **config}, where)

@@ -13,6 +13,7 @@ from sameseed.errors import ConfigError, ModelLoadError, say_once
 from sameseed.models.config import whole_number
 from sameseed.scheme import CHANNEL, GROUPS, KQUANTS, QuantScheme, QuantTensor, get
 
+REMEDY = "take another checkpoint, or the unquantized model and --format"
 FLOATS = ("F32", "BF16", "F16")
 # Name endings of static scales of the KV cache, which are not read: our scales are per row.
 CACHE = tuple(f".{x}_{part}" for x in ("k", "v", "q", "kv") for part in ("scale", "zero_point"))
@@ -82,8 +83,7 @@ def cache_scale(name: str, where: str) -> bool:
     """Whether a tensor is a static scale of the KV cache, in any layout; logs once that it is left out."""
     if name.endswith(CACHE):
         say_once(
-            f"{where}: its static scales for the KV cache are left out; scales of this cache are per token "
-            "and head (--kv-format)"
+            f"{where}: its static scales for the KV cache are left out; here they are per token and head (--kv-format)"
         )
     return name.endswith(CACHE)
 
@@ -91,8 +91,7 @@ def cache_scale(name: str, where: str) -> bool:
 def float_rows(where: str) -> None:
     """Log once that a checkpoint's settings for activations are ignored."""
     say_once(
-        f"{where}: its settings for activations are left out, and rows stay float32; of such settings only dynamic "
-        "8-bit ones by token are kept"
+        f"{where}: its settings for activations are left out, and rows stay float32; only 8 bits by token are kept"
     )
 
 

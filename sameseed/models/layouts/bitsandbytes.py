@@ -43,9 +43,7 @@ class BitsAndBytes(Layout):
             if layout in files:
                 tensors.append(files.expect(layout, ["U8", "I8"], (), (1,)))
                 if files.raw(layout).any():
-                    raise ModelLoadError(
-                        f"tensor {weight} is in a layout of a GPU's own; save it again in the row layout"
-                    )
+                    raise ModelLoadError(f"tensor {weight} is in a GPU's layout; save it again in the row layout")
 
             def read() -> QuantTensor:
                 scales = files.raw(f"{name}.SCB")[:, None] / 127.0

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import whole_number
+from sameseed.models.config import one_of, whole_number
 from sameseed.models.layouts.base import (
     FLOATS,
+    REMEDY,
     Files,
     Layout,
     StoredMatrix,
@@ -61,8 +62,7 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
     if strategy in ("group", "tensor_group") and size < 1:
         raise ModelLoadError(f"{where}: groups of {size} values are none")
     sizes = two_sizes(block, f"{where}: block_structure") if strategy == "block" else None
-    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
-        raise ModelLoadError(f"{where}: strategy {str(strategy)[:80]!r} cannot be read")
+    one_of(strategy, ("tensor", "channel", "group", "block", "tensor_group"), f"{where}: strategy")
     readable = {
         "pack-quantized": kind == "int" and bits in (4, 8),
         "int-quantized": kind == "int" and bits in (4, 8),
@@ -73,9 +73,8 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
     }
     if not (isinstance(layout, str) and readable.get(layout, False)):
         raise ModelLoadError(
-            f"{where}: {bits}-bit {kind} weights in format {str(layout)[:80]!r} cannot be read; these can: "
-            "pack-quantized and int-quantized (int, 4 or 8 bits), float-quantized (8), mxfp4-pack-quantized, "
-            "nvfp4-pack-quantized"
+            f"{where}: {bits}-bit {kind} weights in format {str(layout)[:80]!r} are not supported; "
+            f"{', '.join(readable)} are, in 4 or 8 bits; {REMEDY}"
         )
     targets = tuple(listed(value.get("targets"), f"{where}: targets"))
     symmetric = weights.get("symmetric", True) is not False
@@ -101,20 +100,13 @@ class CompressedTensors(Layout):
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         sparsity = config.get("sparsity_config")
-        if isinstance(sparsity, dict) and sparsity.get("format", "dense") not in ("dense", None):
-            raise ModelLoadError(
-                f"{where}: sparse checkpoints ({sparsity['format']}) cannot be read; use the dense one"
-            )
+        if isinstance(sparsity, dict):
+            one_of(sparsity.get("format"), (None, "dense"), f"{where}: sparsity_config's format", REMEDY)
         if re.search(r"'location': '(?!weight)", str(config.get("transform_config"))):  # others are in the weights
-            raise ModelLoadError(
-                f"{where}: its transform_config turns activations as the model runs, which cannot be read; take a "
-                "checkpoint without, or the unquantized model and --format"
-            )
+            raise ModelLoadError(f"{where}: a transform_config that turns activations is not supported; {REMEDY}")
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
-            raise ModelLoadError(
-                f"{where}: quantization_config has no config_groups; was it written by compressed-tensors?"
-            )
+            raise ModelLoadError(f"{where}: quantization_config has no config_groups; download it again")
         self.where = where
         self.groups = [_group(value, config, where, name) for name, value in groups.items()]
         self.ignore = set(listed(config.get("ignore"), f"{where}: ignore"))
@@ -156,9 +148,7 @@ class CompressedTensors(Layout):
             if f"{name}.weight_shape" in files:
                 tensors.append(files.expect(f"{name}.weight_shape", ["I64", "I32"], (2,)))
                 if (said := files.raw(tensors[-1]).tolist()) != list(shape):
-                    raise ModelLoadError(
-                        f"tensor {tensors[-1]} says {said}, config.json {list(shape)}; the file is damaged"
-                    )
+                    raise ModelLoadError(f"tensor {tensors[-1]} says {said}, not {list(shape)}; the file is damaged")
         else:
             tensors = [files.expect(f"{name}.weight", ["I8"], shape)]
         tensors.append(files.expect(f"{name}.weight_scale", FLOATS, *scales))

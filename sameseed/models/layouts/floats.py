@@ -17,9 +17,10 @@ from torch import Tensor
 from sameseed.errors import ModelLoadError, say_once
 from sameseed.formats import _fp8
 from sameseed.formats.mxfp4 import TABLE
-from sameseed.models.config import whole_number
+from sameseed.models.config import one_of, whole_number
 from sameseed.models.layouts.base import (
     FLOATS,
+    REMEDY,
     Files,
     Layout,
     StoredMatrix,
@@ -156,11 +157,8 @@ class ModelOpt(Layout):
         self.where, parts, layers = where, [settings], settings.get("quantized_layers")
         if settings.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, dict):
             parts = [part for part in layers.values() if isinstance(part, dict)]
-        if unknown := {str(part.get("quant_algo")).upper()[:40] for part in parts}.difference(ALGORITHMS):
-            raise ModelLoadError(
-                f"{where}: checkpoints of quant_algo {min(unknown)!r} cannot be read; {', '.join(ALGORITHMS)} and "
-                "mixtures of these can: take another, or the unquantized model and --format"
-            )
+        for part in parts:
+            one_of(str(part.get("quant_algo")).upper(), ALGORITHMS, f"{where}: quant_algo", REMEDY)
         lists = [listed(settings.get(n), f"{where}: {n}") for n in ("exclude_modules", "ignore")]
         self.skip = [name for names in lists for name in names]
 

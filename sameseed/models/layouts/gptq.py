@@ -19,9 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError, say_once
-from sameseed.models.config import whole_number
+from sameseed.models.config import one_of, whole_number
 from sameseed.models.layouts.base import (
     FLOATS,
+    REMEDY,
     Files,
     Layout,
     StoredMatrix,
@@ -44,7 +45,6 @@ PACKINGS = {
     "auto_round:gptqmodel": "gptq_v2",
     "auto_round:awq": "awq",
 }
-REMEDY = "store it as gptq, or use the unquantized model and --format"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def _settings(config: object, default: GptqSettings, where: str) -> GptqSettings
     if not isinstance(config, dict):
         raise ModelLoadError(f"{where} must be an object, got {str(config)[:80]}")
     bits = whole_number(config, where, "bits", default.bits or 4)
-    if bits not in (4, 8):
-        raise ModelLoadError(f"{where}: GPTQ with {bits} bits cannot be read; 4 and 8 can")
+    one_of(bits, (4, 8), f"{where}: bits of GPTQ", REMEDY)
     group = group_size(config, default.group or -1, where)
     return replace(default, bits=bits, group=group, symmetric=bool(config.get("sym", default.symmetric)))
 
@@ -75,11 +74,7 @@ class GptqLayout(Layout):
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = config.get("checkpoint_format") or "gptq"
-        if version not in ("gptq", "gptq_v2"):
-            raise ModelLoadError(
-                f"{where}: GPTQ checkpoints in the format {str(version)[:80]!r} cannot be read; gptq, gptq_v2 and "
-                "marlin can"
-            )
+        one_of(version, ("gptq", "gptq_v2"), f"{where}: checkpoint_format", REMEDY)
         self.where = where
         self.settings = _settings(config, GptqSettings(0, None, True, 1 if version == "gptq" else 0), where)
         self.overrides: list[tuple[str, GptqSettings | None]] = []
@@ -160,13 +155,9 @@ class AwqLayout(Layout):
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = str(config.get("version", "gemm")).lower()
-        if version != "gemm":
-            raise ModelLoadError(f"{where}: AWQ in the layout {version[:80]!r} cannot be read; the layout gemm can")
-        bits = whole_number(config, where, "bits", whole_number(config, where, "w_bit", 4))
-        if bits != 4:
-            raise ModelLoadError(f"{where}: AWQ with {bits} bits cannot be read; 4 can")
-        if config.get("zero_point", True) is False:
-            raise ModelLoadError(f"{where}: AWQ without zero points cannot be read; store it with zero_point true")
+        one_of(version, ["gemm"], f"{where}: AWQ's version", REMEDY)
+        one_of(config.get("bits") or config.get("w_bit") or 4, [4], f"{where}: bits of AWQ", REMEDY)
+        one_of(config.get("zero_point") is not False, [True], f"{where}: zero_point", REMEDY)
         self.group = group_size(config, whole_number(config, where, "q_group_size", 128, -1), where)
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
@@ -176,7 +167,7 @@ class AwqLayout(Layout):
         size = self.group or width
         if height % 8 or width % size:
             raise ModelLoadError(
-                f"tensor {name} {list(shape)} cannot be AWQ: 8 must divide its height and {size} its width"
+                f"tensor {name} {list(shape)} cannot be AWQ: 8 must divide its height, {size} its width"
             )
         tensors = (
             files.expect(f"{name}.qweight", ["I32"], (width, height // 8)),
@@ -196,13 +187,9 @@ def auto_round(config: Mapping[str, Any], where: str) -> Layout:
 
     A key of `extra_config` is the name of a module or an expression, which may match a part of the name.
     """
-    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
-    version = PACKINGS.get(packing.replace(":auto_", ":"))
-    if version is None or config.get("data_type", "int") != "int":
-        raise ModelLoadError(
-            f"{where}: AutoRound's packing_format {packing[:80]!r} of data_type {str(config.get('data_type'))[:40]!r} "
-            f"cannot be read; integers in auto_round:auto_gptq, auto_round:auto_awq and auto_round can: {REMEDY}"
-        )
+    packing = str(config.get("packing_format", "auto_round:gptq")).replace(":auto_", ":")
+    version = PACKINGS[one_of(packing, PACKINGS, f"{where}: AutoRound's packing_format", REMEDY)]
+    one_of(config.get("data_type", "int"), ["int"], f"{where}: data_type", REMEDY)
     if version == "awq":
         return AwqLayout(config, where)
     extra = config.get("extra_config") or {}
@@ -236,12 +223,9 @@ class MarlinLayout(Layout):
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.where = where
-        bits = whole_number(config, where, "bits", whole_number(config, where, "wbits", 4))
-        if bits != 4:
-            raise ModelLoadError(f"{where}: {self.name} with {bits} bits cannot be read, 4 can; {REMEDY}")
-        for flag, wrong in (("desc_act", True), ("sym", False)):
-            if config.get(flag, not wrong) is wrong:
-                raise ModelLoadError(f'{where}: {self.name} has no "{flag}": {str(wrong).lower()}; {REMEDY}')
+        one_of(config.get("bits") or config.get("wbits") or 4, [4], f"{where}: bits of {self.name}", REMEDY)
+        for flag, right in (("desc_act", False), ("sym", True)):
+            one_of(config.get(flag), (None, right), f"{where}: {flag} of {self.name}", REMEDY)
         self.group = group_size(config, -1, where)
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
@@ -249,11 +233,7 @@ class MarlinLayout(Layout):
             return None
         height, width = shape
         if height % HEIGHT or width % DEPTH or width % (self.group or width):
-            size = "" if self.group is None else f", and groups of {self.group} its width"
-            raise ModelLoadError(
-                f"tensor {name} {list(shape)} cannot be {self.name}: {HEIGHT} must divide its height and {DEPTH} its "
-                f"width{size}"
-            )
+            raise ModelLoadError(f"tensor {name} {list(shape)} in groups of {self.group} cannot be {self.name}")
         group = None if self.group == width else self.group
         files.expect(f"{name}.B", ["I32"], (width // DEPTH, 2 * height))
         scales, read = self._scales(name, height, 1 if group is None else width // group, files)

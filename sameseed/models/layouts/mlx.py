@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import whole_number
-from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix, round_scheme
+from sameseed.models.config import one_of, whole_number
+from sameseed.models.layouts.base import FLOATS, REMEDY, Files, Layout, StoredMatrix, round_scheme
 from sameseed.models.layouts.patterns import spellings
 
 
@@ -29,11 +29,10 @@ class Mlx(Layout):
         bits = whole_number(settings, self.where, "bits", 4, 1)
         group = whole_number(settings, self.where, "group_size", 64, 1)
         (height, width), mode = shape, settings.get("mode", "affine")
-        if bits not in (2, 4, 8) or mode != "affine" or width % group or width * bits % 32:
-            raise ModelLoadError(
-                f"{self.where}: {weight} has {bits} bits in groups of {group}, mode {str(mode)[:20]!r}; 2, 4 and "
-                "8 bits of mode 'affine' can be read: take the unquantized model and --format, or a GGUF file"
-            )
+        one_of(bits, (2, 4, 8), f"{self.where}: bits of {weight}", REMEDY)
+        one_of(mode, ["affine"], f"{self.where}: mode of {weight}", REMEDY)
+        if width % group or width * bits % 32:
+            raise ModelLoadError(f"{self.where}: {weight} cannot have {bits} bits in groups of {group}; {REMEDY}")
         tensors = [files.expect(weight, ["U32"], (height, width * bits // 32))]
         tensors += [files.expect(f"{name}.{part}", FLOATS, (height, width // group)) for part in ("scales", "biases")]
 

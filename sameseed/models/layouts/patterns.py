@@ -34,10 +34,7 @@ def expression(text: str) -> re.Pattern[str]:
     except (re.error, RecursionError, OverflowError) as error:
         reason = str(error)[:80]
         raise ModelLoadError(f"{text[:80]!r} in quantization_config is no regular expression ({reason})") from None
-    raise ModelLoadError(
-        f"the expression {text[:80]!r} in quantization_config is too involved to be matched safely; "
-        "name the modules instead"
-    )
+    raise ModelLoadError(f"{text[:80]!r} in quantization_config is too involved to be matched; name the modules")
 
 
 def _bits(parsed: Iterable[tuple[Any, Any]], times: int) -> float:

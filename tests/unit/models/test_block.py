@@ -140,16 +140,16 @@ def test_fewer_tokens_have_the_same_logits(target, tmp_path):
     [
         ("z-lab", {"mask_token_id": MODEL_VOCAB}, f"mask_token_id must be a whole number in 0..{MODEL_VOCAB - 1}"),
         ("dflash", {"block_size": 65}, "block_size must be a whole number in 2..64"),
-        ("dspark", {"markov_head_type": "rnn"}, "Markov head of type 'rnn' is not supported; only 'vanilla'"),
+        ("dspark", {"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not supported"),
         ("dflash", {"projector_type": "domino"}, "projector_type 'domino' is not supported"),
         ("z-lab", {"dflash_config": [3]}, "dflash_config must be an object"),
         ("z-lab", {"use_sliding_window": True}, "swa_window_size must be a whole number in 1"),
-        ("z-lab", {"layer_types": ["full_attention"]}, "layer_types must list a kind for each of 2 layers"),
-        ("dflash", {"shift_label": True}, "shift_label True is not supported; only False is"),
-        ("z-lab", {"is_neox_style": False}, "is_neox_style False is not supported; only True is"),
-        ("DFlash2", {"output_multiplier": 0.5}, "output_multiplier 0.5 is not supported"),
+        ("z-lab", {"layer_types": ["full_attention"]}, "layer_types must list 2 layers"),
+        ("dflash", {"shift_label": True}, "shift_label 'True' is not supported"),
+        ("z-lab", {"is_neox_style": False}, "is_neox_style 'False' is not supported"),
+        ("DFlash2", {"output_multiplier": 0.5}, "output_multiplier"),
         ("DFlash2", {"selector_top_k": 0}, "do not fit together"),
-        ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported; only 1 is"),
+        ("z-lab", {"input_embedding_scale": 2.0}, "input_embedding_scale"),
     ],
 )
 def test_what_changes_the_arithmetic_is_refused(tmp_path, layout, changes, said):
@@ -162,9 +162,9 @@ def test_what_changes_the_arithmetic_is_refused(tmp_path, layout, changes, said)
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"target_hidden_size": 48}, ConfigError, "reads hidden states of 48 values, the target's have 32"),
-        ({"tokens": 200}, VocabularyError, "has 200 tokens, the target's 304"),
-        ({"aux_hidden_state_layer_ids": [1, 9]}, ConfigError, r"enters the target's layers \[1, 9\]"),
+        ({"target_hidden_size": 48}, ConfigError, "48 values, not 32; .*trained for this target"),
+        ({"tokens": 200}, VocabularyError, "200 tokens, the target 304"),
+        ({"aux_hidden_state_layer_ids": [1, 9]}, ConfigError, r"enters layers \[1, 9\]"),
     ],
 )
 def test_a_head_for_another_target(target, tmp_path, changes, error, said):

@@ -62,7 +62,7 @@ TYPES = torch.float64, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn
         ({f"{SOME}.bias": torch.zeros(72)}, {}, ["unexpected", f"{SOME}.bias", "LlamaForCausalLM"]),
         ({}, {"num_hidden_layers": 2}, ["unexpected", "model.layers.2."]),
         *(({SOME: torch.zeros(s)}, {}, [SOME, str([*s]), "[72, 48]"]) for s in SHAPES),
-        *(({SOME: torch.ones(72, 48).to(t)}, {}, [SOME, "F32, BF16 and F16"]) for t in TYPES),
+        *(({SOME: torch.ones(72, 48).to(t)}, {}, [SOME, "F32, BF16, F16"]) for t in TYPES),
     ],
 )
 def test_tensors_that_config_json_does_not_want(tensors, settings, words, folder):

@@ -115,7 +115,7 @@ def test_a_head_for_another_rotation_is_told(models, tmp_path, caplog):
         build_engine(str(model), EngineConfig(spec=SpecConfig("eagle", str(draft))))
         return caplog.text
 
-    assert "was rotated, so a head for the model before it drafts badly" in built(turned, head)
+    assert "was rotated" in built(turned, head)
     assert "rotated" not in built(turned, own) + built(target, head)
     with pytest.raises(ConfigError, match="take the head"):
         built(target, own)
