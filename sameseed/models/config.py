@@ -565,7 +565,7 @@ def mlp_shapes(c: ModelConfig, at: str) -> dict[str, tuple[int, ...]]:
     return matrices(at, {"gate_proj": into, "up_proj": into, "down_proj": into[::-1]}, c.mlp_bias)
 
 
-def matrices(at: str, shapes: Mapping[str, tuple[int, int]], bias: bool = False) -> dict[str, tuple[int, ...]]:
+def matrices(at: str, shapes: Mapping[str, tuple[int, ...]], bias: bool = False) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of some modules in `at`, with biases or without."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

@@ -71,6 +71,7 @@ class Decoder(Runnable):
     A family defines `_states`, and overrides what differs from Llama: how its config and its weights are read.
     """
 
+    modules: ClassVar[Mapping[str, str]] = {}  # of a layer, by Llama's names, where checkpoints have others
     norms: ClassVar[Seq[str]] = ("input_layernorm", "post_attention_layernorm")  # of a layer, in Hugging Face's names
     last_norm: ClassVar[str] = "model.norm"  # before the LM head
     rotates_all: ClassVar[bool] = True  # whether all dimensions of a head rotate

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, layer_shapes, matrices
-from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
-from sameseed.models.weights import Shapes, WeightReader
+from sameseed.models.weights import Shapes
 
 ATTENTION = ("attention", "full_attention")  # in layer_types; the newer name is transformers 5's
 
 
 class Granite4(Llama):
     """The decoder of dense Granite 4."""
+
+    modules: ClassVar = {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -32,14 +33,8 @@ class Granite4(Llama):
     @classmethod
     def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
         at, wide, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
-        mlp = matrices(f"{at}.shared_mlp", {"input_linear": (2 * inner, wide), "output_linear": (wide, inner)})
+        mlp = matrices(at, dict(zip(cls.modules.values(), [(2 * inner, wide), (wide, inner)], strict=True)))
         return layer_shapes(config, at, cls.norms, feed_forward=mlp)
-
-    @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
-        at = f"model.layers.{layer}"
-        gate_up, down = (reader.matrix(f"{at}.shared_mlp.{name}_linear") for name in ("input", "output"))
-        return LayerWeights(**reader.attention(at), gate_up=gate_up, down=down)
 
 
 MODEL = Granite4

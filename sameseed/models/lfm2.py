@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, base_config, one_of, positive_number, whole_number
+from sameseed.models.config import ModelConfig, base_config, matrices, one_of, positive_number, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
@@ -22,6 +22,12 @@ from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
 
 KINDS = ("conv", "full_attention")
+MODULES = {
+    "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    **{f"self_attn.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"},
+    **{f"mlp.{n}_proj": f"feed_forward.{w}" for n, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,24 +59,11 @@ class Lfm2(Llama):
     config: Lfm2Config
     by_layer: ClassVar[bool] = True
     last_norm: ClassVar[str] = "model.embedding_norm"
+    modules = MODULES
     gguf_names: ClassVar[Mapping[str, str]] = {
-        "operator_norm": "attn_norm",
-        "ffn_norm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.out_proj": "attn_output",
-        "self_attn.q_layernorm": "attn_q_norm",
-        "self_attn.k_layernorm": "attn_k_norm",
-        "conv.in_proj": "shortconv.in_proj",
-        "conv.conv": "shortconv.conv",
-        "conv.out_proj": "shortconv.out_proj",
-        "feed_forward.w1": "ffn_gate",
-        "feed_forward.w3": "ffn_up",
-        "feed_forward.w2": "ffn_down",
-        "model.embed_tokens": "token_embd",
+        **{MODULES.get(n, n): name for n, name in Llama.gguf_names.items() if n != "model.norm"},
+        **{f"conv.{n}": f"shortconv.{n}" for n in ("in_proj", "conv", "out_proj")},
         "model.embedding_norm": "token_embd_norm",
-        "lm_head": "output",
     }
     gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conv_L_cache": ("shortconv.l_cache",)}
 
@@ -108,49 +101,31 @@ class Lfm2(Llama):
 
     @classmethod
     def layer_shapes(cls, config: Lfm2Config, layer: int) -> Shapes:
-        c, dim, wide, inner = config, config.head_dim, config.hidden_size, config.intermediate_size
-        queries, keys = c.num_heads * dim, c.num_kv_heads * dim
-        mixer: dict[str, tuple[int, ...]] = {
-            "conv.in_proj": (3 * wide, wide),
-            "conv.conv": (wide, 1, c.taps),
-            "conv.out_proj": (wide, wide),
-        }
-        if layer not in c.recurrent:
-            mixer = {f"self_attn.{n}_proj": (rows, wide) for n, rows in (("q", queries), ("k", keys), ("v", keys))}
-            mixer |= {"self_attn.out_proj": (wide, queries)}
-            mixer |= {f"self_attn.{n}_layernorm": (dim,) for n in "qk"}
-        mixer |= {"operator_norm": (wide,), "ffn_norm": (wide,)}
-        mlp = {"feed_forward.w1": (inner, wide), "feed_forward.w3": (inner, wide), "feed_forward.w2": (wide, inner)}
-        shapes = mixer if layer in c.mixtures else {**mixer, **mlp}
-        return {f"model.layers.{layer}.{module}.weight": shape for module, shape in shapes.items()}
+        c, at, wide, shapes = config, f"model.layers.{layer}", config.hidden_size, dict[str, tuple[int, ...]]()
+        if layer in c.recurrent:
+            shapes = {"conv.in_proj": (3 * wide, wide), "conv.conv": (wide, 1, c.taps), "conv.out_proj": (wide, wide)}
+        for name, shape in super().layer_shapes(c, layer).items():
+            part, module = name.split(".")[3], name.removeprefix(f"{at}.").removesuffix(".weight")
+            if layer not in {"self_attn": c.recurrent, "mlp": c.mixtures}.get(part, ()):
+                shapes[MODULES.get(module, module)] = shape
+        return matrices(at, shapes)
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
-        at = f"model.layers.{layer}.feed_forward"
-        gate_up, down = reader.stack([f"{at}.w1", f"{at}.w3"]), reader.matrix(f"{at}.w2")
-        return Lfm2Layer(**cls.read_mixer(reader, layer), gate_up=gate_up, down=down)
+        return Lfm2Layer(**cls.read_mixer(reader, layer), **reader.mlp(f"model.layers.{layer}"))
 
     @staticmethod
     def read_mixer(reader: WeightReader, layer: int) -> dict[str, Any]:
         """The fields of a layer that are not its MLP's."""
         c, at = reader.config, f"model.layers.{layer}"
-        norms = {"input_norm": reader.norm(f"{at}.operator_norm"), "post_norm": reader.norm(f"{at}.ffn_norm")}
-        if layer in c.recurrent:
-            conv = f"{at}.conv"
-            taps = reader.vector(f"{conv}.conv.weight").view(-1, c.taps).T.contiguous()
-            return {
-                **norms,
-                "qkv": reader.matrix(f"{conv}.in_proj"),
-                "conv": taps,
-                "o": reader.matrix(f"{conv}.out_proj"),
-            }
-        attention = f"{at}.self_attn"
+        if layer not in c.recurrent:
+            return reader.attention(at)
         return {
-            **norms,
-            "qkv": reader.stack([f"{attention}.{n}_proj" for n in "qkv"]),
-            "q_norm": reader.norm(f"{attention}.q_layernorm"),
-            "k_norm": reader.norm(f"{attention}.k_layernorm"),
-            "o": reader.matrix(f"{attention}.out_proj"),
+            "input_norm": reader.norm(f"{at}.operator_norm"),
+            "qkv": reader.matrix(f"{at}.conv.in_proj"),
+            "conv": reader.vector(f"{at}.conv.conv.weight").view(-1, c.taps).T.contiguous(),
+            "o": reader.matrix(f"{at}.conv.out_proj"),
+            "post_norm": reader.norm(f"{at}.ffn_norm"),
         }
 
     def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:

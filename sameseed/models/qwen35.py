@@ -151,7 +151,7 @@ class Qwen35(Llama):
     @classmethod
     def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
         """The feed-forward network of a layer as its fields."""
-        return reader.mlp(f"{at}.mlp")
+        return reader.mlp(at)
 
     @classmethod
     def spare(cls, config: Qwen35Config) -> Seq[str]:

@@ -68,7 +68,7 @@ class Qwen35Moe(Mixture, Qwen35):
         experts = cls.read_experts(reader, at)
         gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
         shared = SharedGate(gate, columns, torch.zeros_like(columns))
-        return {**reader.mlp(f"{at}.{SHARED}"), "experts": experts, "shared": shared}
+        return {**reader.mlp(at, SHARED), "experts": experts, "shared": shared}
 
 
 MODEL = Qwen35Moe

@@ -232,6 +232,7 @@ class WeightReader:
         self.source, self.quant, self.device = source, quant, device
         self.encode, self.pack, self.read, self.has_kernel = ops.encode, ops.pack, ops.read, ops.has_kernel
         self.shapes = expected_shapes(config) if shapes is None else shapes
+        self.modules = family(config.architecture).modules
         self.progress = progress
         self.total = sum(torch.Size(s).numel() for s in self.shapes.values())
         self.done = 0
@@ -273,39 +274,48 @@ class WeightReader:
 
     def attention(self, at: str, first_norm: bool = True) -> dict[str, Any]:
         """The fields of LayerWeights that are its attention's and its norms; `first_norm` false: the first is empty."""
-        c, own = self.config, f"{at}.self_attn"
-        qkv = [m for n in ("q", "k", "v", "qkv") if f"{(m := f'{own}.{n}_proj')}.weight" in self.shapes]
+        c, output = self.config, self._module(at, "self_attn.o_proj")
+        qkv = self._there(self._module(at, f"self_attn.{n}_proj") for n in ("q", "k", "v", "qkv"))
         turns = c.rope.rotary_dim
         order = rotary_order(c.head_dim, turns).to(self.device) if turns else slice(None)  # of heads in `columns`
-        norms = [f"{own}.{n}_norm" for n in "qk"]
-        q_norm, k_norm = (self.norm(n)[order] if f"{n}.weight" in self.shapes else None for n in norms)
+        norms = [self._module(at, f"self_attn.{n}_norm") for n in "qk"]
+        q_norm, k_norm = (self.norm(n)[order] if self._there([n]) else None for n in norms)
+        first, sinks = self._module(at, "input_layernorm"), f"{at}.self_attn.sinks"
         return {
-            "input_norm": self.norm(f"{at}.input_layernorm") if first_norm else torch.empty(0, device=self.device),
+            "input_norm": self.norm(first) if first_norm else torch.empty(0, device=self.device),
             "qkv": self.stack(qkv),
             "qkv_bias": self.biases(qkv, c.qkv_bias),
             "q_norm": q_norm,
             "k_norm": k_norm,
             "columns": rotary_columns(c).to(self.device) if turns or c.gated else None,
-            "sinks": self.vector(f"{own}.sinks") if f"{own}.sinks" in self.shapes else None,
-            "o": self.matrix(f"{own}.o_proj"),
-            "o_bias": self.biases([f"{own}.o_proj"], c.o_bias),
-            "post_norm": self.norm(f"{at}.post_attention_layernorm"),
+            "sinks": self.vector(sinks) if sinks in self.shapes else None,
+            "o": self.matrix(output),
+            "o_bias": self.biases([output], c.o_bias),
+            "post_norm": self.norm(self._module(at, "post_attention_layernorm")),
         }
 
     def layer(self, at: str, first_norm: bool = True) -> LayerWeights:
         """The decoder layer whose module names begin with `at`; `first_norm` false: its input norm is left empty."""
-        return LayerWeights(**self.attention(at, first_norm), **self.mlp(f"{at}.mlp"))
+        return LayerWeights(**self.attention(at, first_norm), **self.mlp(at))
 
-    def mlp(self, at: str) -> dict[str, Any]:
+    def mlp(self, at: str, module: str = "mlp") -> dict[str, Any]:
         """The fields of LayerWeights that are its MLP's."""
-        bias, down = self.config.mlp_bias, f"{at}.down_proj"
-        gate_up = [m for n in ("gate", "up", "gate_up") if f"{(m := f'{at}.{n}_proj')}.weight" in self.shapes]
+        bias, down = self.config.mlp_bias, self._module(at, f"{module}.down_proj")
+        gate_up = self._there(self._module(at, f"{module}.{n}_proj") for n in ("gate", "up", "gate_up"))
         return {
             "gate_up": self.stack(gate_up),
             "gate_up_bias": self.biases(gate_up, bias),
             "down": self.matrix(down),
             "down_bias": self.biases([down], bias),
         }
+
+    def _module(self, layer: str, name: str) -> str:
+        """The family's name of a layer's module that Llama calls `name`."""
+        return f"{layer}.{self.modules.get(name, name)}"
+
+    def _there(self, modules: Iterable[str]) -> list[str]:
+        """Those of some modules that the model has."""
+        return [module for module in modules if f"{module}.weight" in self.shapes]
 
     def matrix(self, module: str, spread: Spread = map) -> QuantTensor:
         return self._alike([module], self._scheme(module), spread)[0]
