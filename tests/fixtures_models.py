@@ -67,34 +67,21 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # with head_dim 12: frequencies in each of the three bands
-}
-
-
-PHI4 = {
-    "hidden_size": 64,
+LLAMA3_ROPE = {  # with head_dim 12: frequencies in each of the three bands
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "tie_word_embeddings": True,
+}  # fmt: skip
+PHI4 = {
+    "hidden_size": 64, "original_max_position_embeddings": 64, "pad_token_id": 0, "tie_word_embeddings": True,
     "sliding_window": None,
-}
+}  # fmt: skip
 GEMMA4 = {
-    "model_type": "gemma4_text",
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "tie_word_embeddings": True,
-    "sliding_window": 7,
-    "rope_parameters": {
+    "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "tie_word_embeddings": True,
+    "sliding_window": 7, "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,9 +100,8 @@ class Variant:
     @property
     def raw(self):
         """config.json in its newer form (rope_parameters)."""
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         kind = self.architecture.removesuffix("ForCausalLM").lower()
-        return {"architectures": [self.architecture], "model_type": kind, **BASE, **rope, **self.settings}
+        return {"architectures": [self.architecture], "model_type": kind, **BASE, **_plain(10000.0), **self.settings}
 
 
 def _config(**changes):
@@ -150,56 +136,45 @@ def _drop(*names):
 
 
 GRANITE = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 2.5,
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 2.5,
     "rms_norm_eps": 1e-2,
-}
+}  # fmt: skip
 GRANITE4 = {
-    **GRANITE,
-    "layer_types": ["full_attention"] * 3,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 72,
-    "position_embedding_type": "rope",
-    "mamba_n_heads": 8,
-}
+    **GRANITE, "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 72,
+    "position_embedding_type": "rope", "mamba_n_heads": 8,
+}  # fmt: skip
+
+
+def _plain(theta):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
 VARIANTS = {
     "llama2": Variant("LlamaForCausalLM", {"num_key_value_heads": 4}),
-    "llama3": Variant(
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "num_key_value_heads": 1},
-    ),
-    "llama3.1": Variant("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}, length=96, without=_rope(kind="default")),
+    "llama3": Variant("LlamaForCausalLM", {**_plain(500000.0), "num_key_value_heads": 1}),
+    "llama3.1": Variant("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}, 96, _rope(kind="default")),
     "llama3.2": Variant(
         "LlamaForCausalLM",
         {"rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True, "head_dim": 16},
-        length=100,
-        without=_rope(kind="default"),
+        100, _rope(kind="default"),
     ),
     "llama-linear": Variant(
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        "LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         without=_rope(kind="default"),
     ),
     "llama-biases": Variant(
-        "LlamaForCausalLM",
-        {"attention_bias": True, "mlp_bias": True},
+        "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True},
         without=_drop("o_bias", "gate_up_bias", "down_bias"),
     ),
-    "mistral": Variant("MistralForCausalLM", {"sliding_window": 7, "head_dim": 12}, length=40, without=_no_window),
+    "mistral": Variant("MistralForCausalLM", {"sliding_window": 7, "head_dim": 12}, 40, _no_window),
     "mistral-full": Variant("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
     "qwen2": Variant("Qwen2ForCausalLM", without=_drop("qkv_bias")),
     "qwen2.5-tied": Variant(
-        "Qwen2ForCausalLM",
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
-        without=_drop("qkv_bias"),
+        "Qwen2ForCausalLM", {"tie_word_embeddings": True, **_plain(1000000.0)}, without=_drop("qkv_bias")
     ),
     "qwen2-window": Variant(
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
-        length=40,
-        without=_config(windows=(6,) * 3),
+        "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}, 40,
+        _config(windows=(6,) * 3),
     ),
     "qwen3": Variant("Qwen3ForCausalLM", {"head_dim": 20, "max_window_layers": 3}, without=_drop("q_norm", "k_norm")),
     "qwen3-biases": Variant(
@@ -213,27 +188,20 @@ VARIANTS = {
     ),
     "ministral3": Variant(
         "Ministral3ForCausalLM",
-        {
-            "head_dim": 12,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-            },
-        },
-        length=60,
-        without=_rope(kind="default"),
+        {"head_dim": 12, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }},
+        60, _rope(kind="default"),
     ),
     "phi4-mini": Variant(
         "Phi3ForCausalLM",
-        {
-            **PHI4, "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-                "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
-                "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
-            },
-        },
-        length=100,
-        without=_rope(long_factors=()),
+        {**PHI4, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+            "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+        }},
+        100, _rope(long_factors=()),
     ),
     "lfm2": Variant(
         "Lfm2ForCausalLM",
@@ -243,45 +211,35 @@ VARIANTS = {
         },
         without=_one_tap,
     ),
-    "phi3": Variant("Phi3ForCausalLM", {**PHI4, "sliding_window": 7}, length=40, without=_no_window),
+    "phi3": Variant("Phi3ForCausalLM", {**PHI4, "sliding_window": 7}, 40, _no_window),
     "gemma3": Variant(
         "Gemma3ForCausalLM",
-        {
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 7,  # the sixth sees all tokens
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "tie_word_embeddings": True,
-            "sliding_window": 7,
-            "final_logit_softcapping": 8.0,
-            "rope_parameters": {
+        {  # the sixth layer sees all tokens
+            "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True, "sliding_window": 7, "final_logit_softcapping": 8.0, "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
-        length=40,
-        without=_config(windows=(7,) * 7),
+        40, _config(windows=(7,) * 7),
     ),
-    "gemma4": Variant(  # two sizes of heads; values that are keys
+    "gemma4": Variant(
         "Gemma4ForCausalLM",
-        {
-            **GEMMA4,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
+        {  # two sizes of heads; values that are keys
+            **GEMMA4, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
             "final_logit_softcapping": 8.0,
         },
-        length=40,
+        40,
     ),
-    "gemma4-e": Variant(  # shared keys and values; inputs of each layer
+    "gemma4-e": Variant(
         "Gemma4ForCausalLM",
-        {
+        {  # shared keys and values; inputs of each layer
             **GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },
-        length=40,
+        40,
     ),
 }  # fmt: skip
 
