@@ -7,7 +7,6 @@ are packed 8 / b to a byte, the first in the lowest bits: `<module>.codes4` [O, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -21,8 +20,7 @@ from sameseed.models.layouts.base import FLOATS, Files, Layout, StoredMatrix
 from sameseed.scheme import QuantScheme, QuantTensor, get
 
 VERSION = 1
-WIDEST = 1 << 18  # most columns of a matrix
-COLUMNS = 1024  # columns of a sample; a power of two that all groups and blocks divide
+WIDEST = 1 << 16  # most columns of a matrix, so that a file that merely names wide matrices takes little memory
 ROWS = 256  # rows of the sample from which the shapes of a module's parts are derived
 TYPES = {
     torch.uint8: ("U8",), torch.int8: ("I8",), torch.int16: ("I16",), torch.int32: ("I32",), torch.int64: ("I64",),
@@ -74,33 +72,11 @@ class Own(Layout):
 
 @cache
 def _parts(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
-    """For each part: its type, its first dimension for ROWS rows (0: independent of the rows), its other dimensions.
-
-    The shapes come from encoding small samples, so that a file that merely names wide matrices takes no memory. A
-    dimension is constant, or grows linearly with the columns among widths with the same divisors, up to COLUMNS.
-    """
-    scheme.args(width)
-    if width <= 4 * COLUMNS:
-        return _sampled(scheme, width)
-    step = math.gcd(width, COLUMNS)
-    least = (COLUMNS // step | 1) * step  # like least + 2 * step, an odd multiple: both have the step's power of two
-    few, more = (_sampled(scheme, k) for k in (least, least + 2 * step))
-    steps = (width - least) // step  # `more` is 2 steps wider than `few`
-
-    def at_width(a: int, b: int) -> int:
-        return a + (b - a) * steps // 2
-
+    """For each part: its type, its first dimension for ROWS rows (0: independent of the rows), its other dimensions."""
+    whole, half = (scheme.encode(torch.zeros(rows, width)).parts for rows in (ROWS, ROWS // 2))
     return {
-        part: (dtype, at_width(first, then[0]), tuple(at_width(a, b) for a, b in zip(rest, then[1], strict=True)))
-        for (part, (dtype, first, rest)), then in zip(few.items(), (p[1:] for p in more.values()), strict=True)
-    }
-
-
-def _sampled(scheme: QuantScheme, width: int) -> dict[str, tuple[torch.dtype, int, tuple[int, ...]]]:
-    few, more = (scheme.encode(torch.zeros(rows, width)).parts for rows in (ROWS, 2 * ROWS))
-    return {
-        part: (t.dtype, 0 if t.shape == more[part].shape else t.shape[0], tuple(t.shape[t.shape != more[part].shape :]))
-        for part, t in few.items()
+        part: (t.dtype, 0 if t.shape == half[part].shape else t.shape[0], tuple(t.shape[t.shape != half[part].shape :]))
+        for part, t in whole.items()
     }
 
 

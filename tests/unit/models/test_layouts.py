@@ -55,18 +55,14 @@ LAYOUTS = {
     "gptq": (gptq(), GPTQ, "w4a16-g128"),
     "gptq-asym": (gptq(symmetric=False), GPTQ | {"sym": False}, "w4a16-g128-asym"),
     "gptq-v2": (
-        gptq(symmetric=False, version=2),
-        GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
-        "w4a16-g128-asym",
+        gptq(symmetric=False, version=2), GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, "w4a16-g128-asym",
     ),
     "gptq-channel": (gptq(group=-1), GPTQ | {"group_size": -1}, "w4a16-channel"),
     "gptq-8": (gptq(8), GPTQ | {"bits": 8}, "w8a16-g128"),
     "gptq-8-asym": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, "rounded"),
     "gptq-act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}, "w4a16-g128"),
     "gptq-act-order-asym": (
-        gptq(group=64, symmetric=False, act_order=True),
-        GPTQ | {"group_size": 64, "sym": False},
-        "w4a16-g64-asym",
+        gptq(group=64, symmetric=False, act_order=True), GPTQ | {"group_size": 64, "sym": False}, "w4a16-g64-asym",
     ),
     "gptq-g16": (gptq(group=16), GPTQ | {"group_size": 16}, "rounded"),
     "gptq-marlin": (marlin(), GPTQ | {"checkpoint_format": "marlin"}, "w4a16-g128"),
@@ -77,37 +73,28 @@ LAYOUTS = {
     "auto-round": (auto_round(gptq()), AUTO, "w4a16-g128"),
     "auto-round-asym": (
         auto_round(gptq(symmetric=False, version=2)),
-        AUTO | {"sym": False, "packing_format": "auto_round"},
-        "w4a16-g128-asym",
+        AUTO | {"sym": False, "packing_format": "auto_round"}, "w4a16-g128-asym",
     ),
     "auto-round-awq": (auto_round(awq()), AUTO | {"packing_format": "auto_round:auto_awq"}, "w4a16-g128-asym"),
     "awq-channel": (awq(-1), AWQ | {"group_size": -1}, "w4a16-channel-asym"),
     "ct-w4a16": (ct_integers(4, 128), ct_config(4, "int", "group", "pack-quantized", 128), "w4a16-g128"),
     "ct-w4a16-asym": (
-        ct_integers(4, 64, False),
-        ct_config(4, "int", "group", "pack-quantized", 64, False),
-        "w4a16-g64-asym",
+        ct_integers(4, 64, False), ct_config(4, "int", "group", "pack-quantized", 64, False), "w4a16-g64-asym",
     ),
     "ct-w4a16-channel": (ct_integers(4, None), ct_config(4, "int", "channel", "pack-quantized"), "w4a16-channel"),
     "ct-w8a16": (
-        ct_integers(8, None, layout="int-quantized"),
-        ct_config(8, "int", "channel", "int-quantized"),
-        "w8a16",
+        ct_integers(8, None, layout="int-quantized"), ct_config(8, "int", "channel", "int-quantized"), "w8a16",
     ),
     "ct-w8-asym": (
         ct_integers(8, None, False, "int-quantized"),
-        ct_config(8, "int", "channel", "int-quantized", None, False),
-        "rounded",
+        ct_config(8, "int", "channel", "int-quantized", None, False), "rounded",
     ),
     "ct-w4-int": (
-        ct_integers(4, 128, layout="int-quantized"),
-        ct_config(4, "int", "group", "int-quantized", 128),
-        "w4a16-g128",
+        ct_integers(4, 128, layout="int-quantized"), ct_config(4, "int", "group", "int-quantized", 128), "w4a16-g128",
     ),
     "ct-w4-int-asym": (
         ct_integers(4, 64, False, "int-quantized"),
-        ct_config(4, "int", "group", "int-quantized", 64, False),
-        "w4a16-g64-asym",
+        ct_config(4, "int", "group", "int-quantized", 64, False), "w4a16-g64-asym",
     ),
     "ct-nvfp4": (nvfp4, ct_config(4, "float", "tensor_group", "nvfp4-pack-quantized", 16), "rounded"),
     "ct-fp8-rows": (fp8("rows"), ct_config(8, "float", "channel", "float-quantized"), "fp8_e4m3"),
@@ -130,7 +117,7 @@ LAYOUTS = {
     "ct-fp8-block": (fp8("block"), ct_config(8, "float", "block", "float-quantized"), "fp8_e4m3-b128"),
     "fp8-block": (fp8("block", "weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]}, "fp8_e4m3-b128"),
     "fp8-e5m2": (fp8("rows", dtype=torch.float8_e5m2), FP8, "fp8_e5m2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
