@@ -24,34 +24,34 @@ V = TypeVar("V")
 
 # Modules that stay as the checkpoint stores them, unless a rule names them.
 ROUTERS = ("mlp.gate", "mlp.router", "feed_forward.gate")
-# Architecture in config.json -> the file of its family in this folder.
+# Architecture in config.json -> the file of its family in this folder, and its class there.
 ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "llama",
-    "Qwen3ForCausalLM": "llama",
-    "Gemma3ForCausalLM": "gemma",
-    "Gemma3ForConditionalGeneration": "gemma",
-    "Gemma4ForCausalLM": "gemma",
-    "Gemma4ForConditionalGeneration": "gemma",
-    "Gemma4UnifiedForConditionalGeneration": "gemma",
-    "Gemma4MoeForCausalLM": "gemma_moe",  # a Gemma 4 whose config.json enables its block of experts
-    "Gemma4AssistantForCausalLM": "gemma_assistant",
-    "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant",
-    "SmolLM3ForCausalLM": "llama",
-    "GraniteForCausalLM": "llama",
-    "GraniteMoeHybridForCausalLM": "granite4",
-    "Ministral3ForCausalLM": "llama",
-    "Mistral3ForConditionalGeneration": "llama",
-    "Phi3ForCausalLM": "phi3",
-    "Lfm2ForCausalLM": "lfm2",
-    "Lfm2MoeForCausalLM": "lfm2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Qwen3_5ForCausalLM": "qwen35",
-    "Qwen3_5ForConditionalGeneration": "qwen35",
-    "Qwen3_5MoeForCausalLM": "qwen35_moe",
-    "Qwen3_5MoeForConditionalGeneration": "qwen35_moe",
+    "LlamaForCausalLM": "llama.Llama",
+    "MistralForCausalLM": "llama.Llama",
+    "Qwen2ForCausalLM": "llama.Llama",
+    "Qwen3ForCausalLM": "llama.Llama",
+    "Gemma3ForCausalLM": "gemma.Gemma",
+    "Gemma3ForConditionalGeneration": "gemma.Gemma",
+    "Gemma4ForCausalLM": "gemma.Gemma",
+    "Gemma4ForConditionalGeneration": "gemma.Gemma",
+    "Gemma4UnifiedForConditionalGeneration": "gemma.Gemma",
+    "Gemma4MoeForCausalLM": "gemma_moe.GemmaMoe",  # a Gemma 4 whose config.json enables its block of experts
+    "Gemma4AssistantForCausalLM": "gemma_assistant.Assistant",
+    "Gemma4UnifiedAssistantForCausalLM": "gemma_assistant.Assistant",
+    "SmolLM3ForCausalLM": "llama.Llama",
+    "GraniteForCausalLM": "llama.Llama",
+    "GraniteMoeHybridForCausalLM": "granite4.Granite4",
+    "Ministral3ForCausalLM": "llama.Llama",
+    "Mistral3ForConditionalGeneration": "llama.Llama",
+    "Phi3ForCausalLM": "phi3.Phi3",
+    "Lfm2ForCausalLM": "lfm2.Lfm2",
+    "Lfm2MoeForCausalLM": "lfm2.Lfm2Moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3Moe",
+    "GptOssForCausalLM": "gpt_oss.GptOss",
+    "Qwen3_5ForCausalLM": "qwen35.Qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen35.Qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35.Qwen35Moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35.Qwen35Moe",
 }
 # llama.cpp's architecture -> architecture and model_type in an equivalent config.json.
 GGUF_ARCHITECTURES = {
@@ -275,14 +275,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
 
 def family(architecture: str) -> type[Decoder]:
     """The class of a family of models, by a name in ARCHITECTURES."""
-    module: Any = import_module(f"sameseed.models.{ARCHITECTURES[architecture]}")
-    model: type[Decoder] = module.MODEL
+    file, _, name = ARCHITECTURES[architecture].partition(".")
+    model: type[Decoder] = getattr(import_module(f"sameseed.models.{file}"), name)
     return model
 
 
 def llama_only(config: ModelConfig, what: str) -> ModelConfig:
     """The config itself. Raises ConfigError unless it is of the Llama family, whose layers `what` computes anew."""
-    known = [name for name, file in ARCHITECTURES.items() if file == "llama" and name not in WITH_FACTORS]
+    known = [name for name, found in ARCHITECTURES.items() if found == "llama.Llama" and name not in WITH_FACTORS]
     if config.architecture not in known:
         raise ConfigError(f"{what} does not support {config.architecture}; use a model of {', '.join(known)}")
     return config
@@ -376,7 +376,7 @@ def is_assistant(folder: Path) -> bool:
     """Whether a folder or GGUF file holds a Gemma 4 assistant, which drafts in its target's cache."""
     from sameseed.models.loader import read_config
 
-    return ARCHITECTURES[read_config(folder).architecture] == "gemma_assistant"
+    return ARCHITECTURES[read_config(folder).architecture] == "gemma_assistant.Assistant"
 
 
 def model_text(folder: Path) -> str:

@@ -1,6 +1,6 @@
 """Runnable: what decoders and draft heads share. Decoder: what all families of models share.
 
-A family is one file in this folder, whose MODEL is a subclass of Decoder.
+A family is a subclass of Decoder in a file of this folder, named in `config.ARCHITECTURES`.
 """
 
 from __future__ import annotations

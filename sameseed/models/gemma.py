@@ -381,6 +381,3 @@ def _ropes(raw: Mapping[str, Any], fourth: bool, head_dim: int) -> tuple[dict[st
         factors = [1.0] * turned + [math.inf] * (head_dim // 2 - turned)
         full = {"rope_type": "factors", "rope_theta": full["rope_theta"], "factors": factors}
     return full, local
-
-
-MODEL = Gemma

@@ -144,6 +144,3 @@ def drafts_for(file: Path, model: Path) -> bool:
     with suppress(ModelLoadError):
         return fits(read_config(file), read_config(model))
     return False
-
-
-MODEL = Assistant

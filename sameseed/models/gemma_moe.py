@@ -64,6 +64,3 @@ class GemmaMoe(Mixture, Gemma):
         logits = ops.product(normed_rows(x, w.router_norm, eps), w.experts.router)
         chosen = ops.experts(normed_rows(x, before, eps), w.experts, None, logits)
         return ops.norm_add(chosen, after, eps, ops.rms_norm(super()._feed_forward(ops, w, x), own, eps), 1.0)
-
-
-MODEL = GemmaMoe

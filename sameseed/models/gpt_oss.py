@@ -51,6 +51,3 @@ class GptOss(Qwen3Moe):
             for part, size in (("gate", c.expert_size), ("up", c.expert_size), ("down", c.hidden_size)):
                 shapes[f"{at}.mlp.experts.{e}.{part}_proj.bias"] = (size,)
         return shapes
-
-
-MODEL = GptOss

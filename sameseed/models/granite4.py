@@ -35,6 +35,3 @@ class Granite4(Llama):
         at, wide, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
         mlp = matrices(at, dict(zip(cls.modules.values(), [(2 * inner, wide), (wide, inner)], strict=True)))
         return layer_shapes(config, at, cls.norms, feed_forward=mlp)
-
-
-MODEL = Granite4

@@ -91,6 +91,3 @@ class Llama(Decoder):
                 rope = self.still if i in c.still_layers else self.rope
                 x = run_layer(ops, c, w, rows, x, batch, next(caches), rope, c.windows[i], then)
             yield x
-
-
-MODEL = Llama

@@ -58,6 +58,3 @@ class Phi3(Llama):
         }
         apart = tuple(f".{n}_proj.weight" for n in ("q", "k", "v", "gate", "up"))
         return fused | {name: shape for name, shape in usual.items() if not name.endswith(apart)}
-
-
-MODEL = Phi3

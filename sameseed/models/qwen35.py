@@ -1,7 +1,8 @@
 """Qwen3.5, 3.6 and 3.8: of four layers, three are Gated DeltaNet (Yang et al., 2024) and one is gated attention.
 
 A DeltaNet layer keeps a state of fixed size per sequence instead of keys and values (kvcache/state.py). The attention
-rotates only the first quarter of a head, and multiplies its output by the sigmoid of a gate.
+rotates only the first quarter of a head, and multiplies its output by the sigmoid of a gate. In models with experts,
+each layer also has a shared expert with a gate.
 """
 
 from __future__ import annotations
@@ -11,14 +12,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
+import torch
+
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, matrices, mlp_shapes, whole_number
+from sameseed.models.config import (
+    ModelConfig,
+    View,
+    base_config,
+    family,
+    layer_shapes,
+    matrices,
+    mlp_shapes,
+    whole_number,
+)
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import LayerWeights
+from sameseed.models.layers import LayerWeights, SharedGate
 from sameseed.models.llama import Llama
+from sameseed.models.qwen3_moe import Mixture, MoeConfig, expert_views, with_experts
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import DeltaWeights, Ops, RowSource, StateLayer, gated_rows
+from sameseed.scheme import QuantScheme
 
 INTERVAL = 4  # every fourth layer has attention, where config.json does not say
 OWN_ENDS = ("embed_tokens", "shared_head_head")  # that the MTP block may have in GGUF; it takes the target's
@@ -191,6 +205,61 @@ class Qwen35(Llama):
         return gated_rows(ops.delta(ops.product(rows, w.qkv), w.delta, state, batch))
 
 
+SHARED, GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig(Qwen35Config, MoeConfig):
+    """`intermediate_size` is that of the shared expert."""
+
+
+class Qwen35Moe(Mixture, Qwen35):
+    """The decoder of Qwen3.5 and 3.6 with experts."""
+
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        **Qwen35.gguf_names,
+        **Mixture.gguf_experts,
+        **{f"{SHARED}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        GATE: "ffn_gate_inp_shexp",
+    }
+    gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Qwen35.gguf_keys, **Mixture.gguf_keys}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> Qwen35Config:
+        shared = whole_number(raw, where, "shared_expert_intermediate_size")
+        base = super().parse({**raw, "intermediate_size": shared}, where)
+        return with_experts(Qwen35MoeConfig, base, raw, where)
+
+    @classmethod
+    def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().gguf_config(file, raw)
+        size = file.number("expert_shared_feed_forward_length", found["moe_intermediate_size"])
+        return found | {"shared_expert_intermediate_size": size}
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
+        gate = {f"{at}.{GATE}.weight": (1, config.hidden_size)}
+        return {**cls.expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
+
+    @classmethod
+    def views(cls, config: Any) -> dict[str, View]:
+        return {**super().views(config), **expert_views(config, mtp_names(config)[-1])}
+
+    @classmethod
+    def spare(cls, config: Any) -> Seq[str]:
+        views = {} if config.in_gguf else expert_views(config, mtp_names(config)[-1])
+        return (*super().spare(config), *{view.tensor for view in views.values()})
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
+        size, device = reader.config.intermediate_size, reader.device
+        columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
+        experts = cls.read_experts(reader, at)
+        gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
+        shared = SharedGate(gate, columns, torch.zeros_like(columns))
+        return {**reader.mlp(at, SHARED), "experts": experts, "shared": shared}
+
+
 def member(c: ModelConfig) -> type[Qwen35]:
     """The class of a model of this family."""
     return cast(type[Qwen35], family(c.architecture))
@@ -212,6 +281,3 @@ def mtp_names(c: Qwen35Config) -> tuple[str, str, str, str, str]:
         near = f"{at}.nextn"
         return f"{near}.eh_proj", f"{near}.enorm", f"{near}.hnorm", f"{near}.shared_head_norm", at
     return "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0"
-
-
-MODEL = Qwen35

@@ -203,6 +203,3 @@ def _stacked(reader: WeightReader, experts: Seq[Seq[str]]) -> tuple[QuantTensor,
     if mixed is not None:
         raise ConfigError(f"{' and '.join(experts[mixed])} are in different formats; give both the same one")
     return tuple(w for w in found if isinstance(w, QuantTensor))
-
-
-MODEL = Qwen3Moe

@@ -35,7 +35,7 @@ def weight_schemes():
     return found
 
 
-LLAMAS = [n for n, v in VARIANTS.items() if ARCHITECTURES[v.raw["architectures"][0]] == "llama"]
+LLAMAS = [n for n, v in VARIANTS.items() if ARCHITECTURES[v.raw["architectures"][0]] == "llama.Llama"]
 every_method = pytest.mark.parametrize("method", METHODS)
 every_scheme = pytest.mark.parametrize("scheme", weight_schemes())
 

@@ -9,7 +9,7 @@ from fixtures_models import BASE, LLAMA3_ROPE, VARIANTS, fails
 
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.models.config import RopeConfig, llama_only, parse_config
-from sameseed.models.layers import inverse_frequencies, rope_table
+from sameseed.models.layers import rope_table
 from sameseed.models.loader import read_config
 from sameseed.models.weights import expected_shapes
 
@@ -172,21 +172,6 @@ def test_rope_settings_that_are_null_are_added_by_a_user_or_older():
     newer = {k: v for k, v in VARIANTS["gemma3"].raw.items() if k != "rope_parameters"}
     older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     assert parse_config({**newer, **older}) == parse_config(VARIANTS["gemma3"].raw)
-
-
-@pytest.mark.parametrize("name", ["llama3", "llama3.1", "llama3.2", "llama-linear"])
-def test_rope_frequencies_are_those_of_transformers(name):
-    transformers = pytest.importorskip("transformers")
-    raw = VARIANTS[name].raw
-    config = parse_config(raw)
-    theirs = transformers.LlamaConfig(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
-    ours = inverse_frequencies(config.rope, config.head_dim)
-    torch.testing.assert_close(ours, rotary.inv_freq, rtol=1e-6, atol=0)
-    cos, sin = rotary(torch.zeros(1), torch.arange(256)[None])
-    half = config.head_dim // 2
-    table = rope_table(config.rope, config.head_dim, 256)
-    torch.testing.assert_close(table, torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1), rtol=0, atol=1e-5)
 
 
 def test_positions_far_out_keep_their_angle():
