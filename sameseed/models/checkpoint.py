@@ -244,11 +244,10 @@ class Checkpoint(TensorSource):
         `shapes`: of all tensors, if they are not those of a whole model (but of a draft head); `spare`: optional ones.
         """
         expected = dict(shapes or expected_shapes(config))
-        taken = self._find_stored(expected)
+        taken, model = self._find_stored(expected), family(config.architecture)
         free = expected.keys() - self._files.keys() - self._stored.keys()
-        views = family(config.architecture).views(config)
-        self._views = {n: v for n, v in views.items() if n in free and v.tensor in self._files}
-        missing = [n for n in expected if n not in self._files and n not in self._stored and n not in self._views]
+        self._views = {n: v for n, v in model.views(config).items() if n in free and v.tensor in self._files}
+        missing = [n for n in expected if n in free and n not in self._views]
         packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)
         if packed is not None and self._layout is None:
             raise ModelLoadError(
@@ -259,12 +258,10 @@ class Checkpoint(TensorSource):
             raise ModelLoadError(
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); does config.json fit?"
             )
-        viewed = {v.tensor for v in self._views.values()}
-        known = {*expected, *taken, *viewed}
+        known = {*expected, *taken, *(v.tensor for v in self._views.values())}
         # A spare matrix may be quantized, so all tensors of its module are spare.
-        unread = tuple(n.removesuffix("weight") for n in (*spare, *family(config.architecture).spare(config)))
-        extra = [n for n in self._files if n not in known and not n.endswith(IGNORED_SUFFIXES)]
-        extra = [n for n in extra if not n.startswith(unread)]
+        unread = tuple(n.removesuffix("weight") for n in (*spare, *model.spare(config)))
+        extra = [n for n in self._files.keys() - known if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unread)]
         extra = [n for n in extra if not cache_scale(n, str(self.folder))]
         if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
             if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:

@@ -524,12 +524,11 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
 def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
     qwen = architecture.startswith(("Qwen", "SmolLM3"))
     # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
-    window, first = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28) if qwen else 0
-    if architecture in WINDOWLESS or window is None or (qwen and not raw.get("use_sliding_window", False)):
+    none = raw.get("sliding_window", 4096) is None
+    if architecture in WINDOWLESS or none or (qwen and not raw.get("use_sliding_window", False)):
         return (None,) * layers
-    for name, value, least in (("sliding_window", window, 1), ("max_window_layers", first, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelLoadError(f"{where}: {name} must be a whole number, at least {least}, got {value!r}")
+    window = whole_number(raw, where, "sliding_window", 4096)
+    first = whole_number(raw, where, "max_window_layers", 28, least=0) if qwen else 0
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
         if any(k not in ("sliding_attention", "full_attention") for k in kinds):

@@ -125,7 +125,7 @@ def test_the_folder_says_what_it_is(small: Path, tmp_path: Path, capsys: pytest.
         ("eagle3", {"norm_output": True}, "norm_output"), ("eagle3", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
         ("eagle3", {"head_dim": 4}, "head_dim 4"),
         ("eagle3", {"hidden_size": 24, "target_hidden_size": 32}, "of another width"),
-        ("eagle3", {"vocab_size": 310}, "vocabulary has 310 tokens"),
+        ("eagle3", {"vocab_size": 310}, "310 tokens"),
         ("eagle3", {"intermediate_size": 200}, "needs 200"), ("dspark", {}, "of kind 'block'"),
         ("eagle", {}, "of kind 'eagle'"),
     ],

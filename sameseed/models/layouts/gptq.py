@@ -40,10 +40,9 @@ HALVES = [1, 3, 5, 7, 0, 2, 4, 6]  # the same for kernels that read codes in the
 ZERO = 8
 # AutoRound's packing_format -> the layout that has the same tensors.
 PACKINGS = {
-    "auto_round:gptq": "gptq",
-    "auto_round": "gptq_v2",
-    "auto_round:gptqmodel": "gptq_v2",
-    "auto_round:awq": "awq",
+    **dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq"), "gptq"),
+    **dict.fromkeys(("auto_round", "auto_round:gptqmodel"), "gptq_v2"),
+    **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), "awq"),
 }
 
 
@@ -187,7 +186,7 @@ def auto_round(config: Mapping[str, Any], where: str) -> Layout:
 
     A key of `extra_config` is the name of a module or an expression, which may match a part of the name.
     """
-    packing = str(config.get("packing_format", "auto_round:gptq")).replace(":auto_", ":")
+    packing = config.get("packing_format", "auto_round:auto_gptq")
     version = PACKINGS[one_of(packing, PACKINGS, f"{where}: AutoRound's packing_format", REMEDY)]
     one_of(config.get("data_type", "int"), ["int"], f"{where}: data_type", REMEDY)
     if version == "awq":

@@ -314,5 +314,5 @@ def test_heads_that_do_not_fit_are_refused(folders, tmp_path):
         build_engine(head, EngineConfig())
     raw = raw_config("eagle3", MODEL_VOCAB, [1, 2, 9])
     write_head(tmp_path, raw, random_head(parse_head_config(raw)))
-    with pytest.raises(ConfigError, match="layers 1 to 1"):
+    with pytest.raises(ConfigError, match="of the target's 2"):
         build_engine(target, EngineConfig(spec=SpecConfig("eagle", str(tmp_path))))

@@ -84,7 +84,7 @@ IMPOSSIBLE = {
 # Settings of other models that cannot be read, and what the error names.
 REFUSED = [
     *(({**QWEN, "sliding_window": value}, "sliding_window") for value in (0, 2.5, "all")),
-    ({**QWEN, "max_window_layers": None}, "max_window_layers"),
+    ({**QWEN, "max_window_layers": -1}, "max_window_layers"),
     ({**QWEN, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ({"num_hidden_layers": 2**31}, "num_hidden_layers"),  # at once
     ({"num_key_value_heads": 3}, "3 KV heads"),

@@ -430,7 +430,7 @@ def refused(folder, *words):
         (GPTQ | {"group_size": 0}, ["group_size 0"]),
         (GPTQ | {"dynamic": {"+:(a+)+b": {}}}, ["(a+)+b", "too involved"]),
         (AUTO | {"packing_format": "auto_round:llm_compressor"}, ["llm_compressor", "auto_gptq"]),
-        (AUTO | {"data_type": "mx_fp"}, ["mx_fp", "auto_gptq"]),
+        (AUTO | {"data_type": "mx_fp"}, ["mx_fp", "--format"]),
         (AUTO | {"extra_config": {UP: 8}}, ["extra_config", "by name"]),
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["MIXED_PRECISION", "FP8, NVFP4"]),
         (
@@ -438,7 +438,7 @@ def refused(folder, *words):
             ["W4A8_AWQ", "FP8, NVFP4"],
         ),
         (AWQ | {"version": "gemv"}, ["gemv", "gemm"]),
-        (AWQ | {"zero_point": False}, ["zero points"]),
+        (AWQ | {"zero_point": False}, ["zero_point"]),
         (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size"]),
         ({"quant_method": "compressed-tensors"}, ["config_groups"]),
         (ct_config(4, "int", "group", "marlin-24", 128), ["marlin-24", "pack-quantized"]),
