@@ -151,10 +151,7 @@ def test_a_layout_means_what_its_documentation_says(name, tmp_path, caplog):
     assert bool(told) == rounding and all(w in t for t in told for w in ("w8a16-g32", "GiB", "0.5 %", "--format fp32"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["awq", "gptq-marlin", "ct-w8a16", "bnb-nf4", "fp8"],
-)
+@pytest.mark.parametrize("name", ["awq", "gptq-marlin", "ct-w8a16", "bnb-nf4", "fp8"])
 def test_logits_of_a_layout_are_those_of_the_matrices_it_means(name, tmp_path):
     dense = write_layout(tmp_path / "stored", *LAYOUTS[name][:2])
     want = all_logits(load(write_dense(tmp_path / "dense", dense)), prompt(20))

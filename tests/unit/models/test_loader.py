@@ -10,7 +10,6 @@ import torch
 from fixtures_models import (
     VARIANTS,
     all_logits,
-    backends,
     fails,
     load,
     prompt,
@@ -287,27 +286,6 @@ def test_a_file_cut_while_it_is_read(folder):
 
 
 FORMATS = ["bf16", "w8a8", "w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
-
-
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("name", FORMATS)
-def test_chunks_make_what_whole_tensors_make(name, backend, tmp_path, monkeypatch):
-    """Encoding in chunks of 32 rows, across the borders of stacked tensors, equals encoding at once."""
-    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "head_dim": 24, "num_hidden_layers": 1}
-    raw = {**VARIANTS["qwen2"].raw, **small}  # q, k, v of 96, 48 and 48 rows
-    write_config(tmp_path, raw)
-    save_file(random_tensors(parse_config(raw)), tmp_path / "model.safetensors")
-    whole = load(tmp_path, backend, name)
-    monkeypatch.setattr(weights_module, "CHUNK", 1)
-    parts = load(tmp_path, backend, name)
-    chosen = ops.resolve(backend)
-    for a, b in zip(whole.weights.matrices, parts.weights.matrices, strict=True):
-        assert (a.format, a.shape, a.activations, a.layout) == (b.format, b.shape, b.activations, b.layout)
-        plain = [chosen.unpack(w).parts for w in (a, b)]
-        assert plain[0].keys() == plain[1].keys()
-        assert all(plain[0][p].equal(plain[1][p]) for p in plain[0])
-        assert all(t.is_contiguous() for t in b.parts.values())
-    assert all_logits(whole, prompt(9)).equal(all_logits(parts, prompt(9)))
 
 
 def test_stacked_tensors_of_two_types(folder):

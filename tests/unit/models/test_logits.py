@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from fixtures_models import (
-    VARIANTS,
-    all_logits,
-    backends,
-    load,
-    oracle_logits,
-    prompt,
-    write_checkpoint,
-)
+from fixtures_models import VARIANTS, all_logits, backends, load, oracle_logits, prompt, write_checkpoint
 
 from sameseed import ops
 from sameseed.models.config import parse_config

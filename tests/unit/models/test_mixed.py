@@ -133,8 +133,9 @@ ONE_LAYER = {
     "head_dim": 16,
     "num_hidden_layers": 1,
 }
-# Schemes whose rows share something: blocks, an offset, a choice. Each matrix is encoded whole and by itself.
-SHARED = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8"]
+# The rows of the first ones share something (blocks, an offset, a choice): each matrix is encoded whole and by itself.
+FORMATS = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8", "bf16", "w8a8"]
+FORMATS += ["w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
 
 
 def values(chosen, w):
@@ -144,7 +145,7 @@ def values(chosen, w):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("backend", backends())
 def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch):
     """A matrix equals the one in a checkpoint, whatever it is stacked with and however other matrices are chunked."""
@@ -152,6 +153,7 @@ def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch):
     config, asked, chosen = parse_config(ONE_LAYER), QuantScheme.parse(name), ops.resolve(backend)
     source = Stored(random_tensors(config), {})
     layer = read_weights(config, source, asked, chosen).layers[0]
+    assert all(t.is_contiguous() for w in layer.matrices for t in w.parts.values())
     for stack, modules in ((layer.qkv, "qkv"), (layer.gate_up, ("gate", "up")), (layer.down, ("down",))):
         block = "self_attn" if modules == "qkv" else "mlp"
         wanted = [asked.encode(source.tensors[f"{AT}.{block}.{m}_proj.weight"]) for m in modules]
