@@ -146,15 +146,23 @@ def read_head(
         "target_ids": ids,
         "dense": dense_format(reader.source, reader.quant, shapes),
     }
+
+    def conv(layer: int, part: str) -> BlockConv:
+        at = f"layers.{layer}.{part}"
+        return BlockConv(reader.vector(f"{at}.base_kernel"), reader.matrix(f"{at}.kernel_projection"))
+
     if isinstance(config, BlockConfig):
+        tables = [f"{SELECTOR}.{name}" for name in ("hidden_projection", *CODEBOOKS)]
         markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
         block = BlockWeights(
             **shared,
             hidden_norm=reader.vector("hidden_norm.weight"),
             layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
             markov=None if markov is None else (markov[0], markov[1]),
-            convs=tuple(_convs(reader, i) for i in range(config.layer.num_layers) if config.conv[0]),
-            selector=_selector(reader) if config.selector_rank else None,
+            convs=tuple(
+                (conv(i, CONVS[0]), conv(i, CONVS[1])) for i in range(config.layer.num_layers) if config.conv[0]
+            ),
+            selector=Selector(*map(reader.matrix, tables)) if config.selector_rank else None,
         )
         return BlockHead(config, block, ops, target.max_model_len)
     third = config.kind == "eagle3"
@@ -169,18 +177,6 @@ def read_head(
         target_norm=None if third else target.weights.norm,
     )
     return EagleHead(config, weights, ops, target.config.rms_eps, target.max_model_len)
-
-
-def _convs(reader: WeightReader, layer: int) -> tuple[BlockConv, BlockConv]:
-    names = [f"layers.{layer}.{part}" for part in CONVS]
-    attention, mlp = (
-        BlockConv(reader.vector(f"{n}.base_kernel"), reader.matrix(f"{n}.kernel_projection")) for n in names
-    )
-    return attention, mlp
-
-
-def _selector(reader: WeightReader) -> Selector:
-    return Selector(*(reader.matrix(f"{SELECTOR}.{name}") for name in ("hidden_projection", *CODEBOOKS)))
 
 
 def _borrowed(reader: WeightReader, target: Decoder, ops: Ops) -> QuantTensor:

@@ -43,8 +43,9 @@ def resolve_model(name: str) -> Path:
     if name and path.is_dir():  # "" would be the working directory
         return _in_folder(path)
     if name and path.exists():
-        if path.suffix.lower() == GGUF or _first_bytes(path) == MAGIC:
-            return path
+        with path.open("rb") as file:
+            if path.suffix.lower() == GGUF or file.read(len(MAGIC)) == MAGIC:
+                return path
         raise ModelLoadError(f"{name} is no GGUF file; give one, or the folder of config.json and *.safetensors")
     repository, colon, label = name.partition(":")
     one_file = name.count("/") == 2 and name.lower().endswith(GGUF)
@@ -70,11 +71,6 @@ def resolve_model(name: str) -> Path:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(f"no folder {name!r} here, and the hub did not give it: {first}") from None
     return _in_folder(folder)
-
-
-def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC))
 
 
 def _in_folder(folder: Path) -> Path:

@@ -172,27 +172,6 @@ def test_the_shared_tensors_are_the_targets_own(target, tmp_path):
     assert other.weights.fc.format == "fp32"
 
 
-@pytest.mark.parametrize("quant", ["bf16", "w8a8", "w4a8", "w4a16", "nf4", "fp8", "w8a8,lm_head=w4a8"])
-@pytest.mark.parametrize("kind", ["eagle", "speculators"])
-def test_any_format(target, tmp_path, kind, quant):
-    """A head stored in a format gives nearly the head's own output, and its size is known before it is loaded."""
-    folder, config, _, _ = made(tmp_path, kind)
-    chosen = QuantScheme.parse(quant)
-    _, told, _ = head_bytes(folder, chosen, target.config)
-    assert told > 0
-    exact, stored = (load_head(folder, target, target.ops, q) for q in (QuantScheme(), chosen))
-    assert stored.weights.fc.format == chosen.at("fc").weights
-    hidden = torch.randn(6, config.num_captures * 32, generator=torch.Generator().manual_seed(2))
-    both = []
-    for head in (exact, stored):
-        runner, holder = make_runner(head), Sequence(0, (), SamplingParams(), 0)
-        runner.blocks.reserve(holder, 6)
-        both.append(runner.extend([holder], [list(range(6))], [hidden], True)[0][0])
-    near = torch.nn.functional.cosine_similarity(both[0], both[1], dim=0)
-    assert 0.9 < near < 1.0 + 1e-6
-    assert not torch.equal(*both)
-
-
 def test_a_quantized_checkpoint(folder, tmp_path):
     """The codes of a compressed-tensors checkpoint are kept."""
     head, _, tensors, at = made(tmp_path / "dense", "eagle3")
