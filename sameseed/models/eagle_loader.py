@@ -152,16 +152,14 @@ def read_head(
         return BlockConv(reader.vector(f"{at}.base_kernel"), reader.matrix(f"{at}.kernel_projection"))
 
     if isinstance(config, BlockConfig):
+        layers, markov = range(config.layer.num_layers), "markov_head.markov_w"
         tables = [f"{SELECTOR}.{name}" for name in ("hidden_projection", *CODEBOOKS)]
-        markov = [reader.matrix(f"markov_head.markov_w{i}") for i in (1, 2)] if config.markov_rank else None
         block = BlockWeights(
             **shared,
             hidden_norm=reader.vector("hidden_norm.weight"),
-            layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
-            markov=None if markov is None else (markov[0], markov[1]),
-            convs=tuple(
-                (conv(i, CONVS[0]), conv(i, CONVS[1])) for i in range(config.layer.num_layers) if config.conv[0]
-            ),
+            layers=tuple(reader.layer(f"layers.{i}") for i in layers),
+            markov=(reader.matrix(f"{markov}1"), reader.matrix(f"{markov}2")) if config.markov_rank else None,
+            convs=tuple((conv(i, CONVS[0]), conv(i, CONVS[1])) for i in layers if config.conv[0]),
             selector=Selector(*map(reader.matrix, tables)) if config.selector_rank else None,
         )
         return BlockHead(config, block, ops, target.max_model_len)
