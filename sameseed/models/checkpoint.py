@@ -272,12 +272,10 @@ class Checkpoint(TensorSource):
         check_extra(self.folder, extra, OTHER_PARTS, config)
         own = {n: shape for n, shape in expected.items() if n not in self._stored and n not in self._views}
         for name, shape in {**own, **{v.tensor: v.shape for v in self._views.values()}}.items():
-            entry = self._entry(name)
+            entry, tensor = self._entry(name), f"{self.folder}: tensor {name}"
             if entry.shape != shape:
-                raise ModelLoadError(
-                    f"{self.folder}: tensor {name} is {list(entry.shape)}, config.json asks for {list(shape)}"
-                )
-            one_of(entry.dtype, DTYPES, f"{self.folder}: tensor {name} in")
+                raise ModelLoadError(f"{tensor} is {list(entry.shape)}, config.json asks for {list(shape)}")
+            one_of(entry.dtype, DTYPES, f"{tensor} in")
 
     def _find_stored(self, expected: dict[str, tuple[int, ...]]) -> set[str]:
         """Fill `_stored`, and return the names of all tensors that make up its matrices."""

@@ -88,36 +88,26 @@ class GGUFCheckpoint:
         if missing:
             raise ModelLoadError(f"{self.path}: tensor {missing[0]} is missing ({len(missing)} in all)")
         unread = {self._name(n) for n in (*spare, *family(config.architecture).spare(config))}
-        nvfp4 = [
-            n.removesuffix("weight") for n in (wanted.keys() | unread) & tensors.keys() if tensors[n].type == "NVFP4"
-        ]
-        scales = {f"{n}{kind}" for n in nvfp4 for kind in SCALES}
+        nvfp4 = [n for n in (wanted.keys() | unread) & tensors.keys() if tensors[n].type == "NVFP4"]
+        scales = {f"{n.removesuffix('weight')}{kind}" for n in nvfp4 for kind in SCALES}
         check_extra(self.path, tensors.keys() - wanted.keys() - unread - scales - {FACTORS}, OTHER_PARTS, config)
         decoded = {}
         for name, shape in expected.items():
-            whole, count = tensors[self._name(name)], wanted[self._name(name)] // self._parts(name)
+            stored = self._name(name)
+            tensor, whole, count = f"{self.path}: tensor {stored}", tensors[stored], wanted[stored] // self._parts(name)
             if EXPERT.search(name) and (len(whole.shape) < 2 or whole.shape[0] != count):
-                raise ModelLoadError(
-                    f"{self.path}: tensor {self._name(name)} is {list(whole.shape)}, its keys say {count} experts"
-                )
+                raise ModelLoadError(f"{tensor} is {list(whole.shape)}, its keys say {count} experts")
             info = self._info(name)
             if [n for n in info.shape if n > 1] != [n for n in shape if n > 1]:
-                raise ModelLoadError(
-                    f"{self.path}: tensor {self._name(name)} has shape {list(info.shape)}, its keys say {list(shape)}"
-                )
-            readable = DENSE.keys() if len(shape) != 2 else DENSE.keys() | KEPT.keys() | DECODED
-            one_of(info.type, sorted(readable), f"{self.path}: tensor {self._name(name)} in")
+                raise ModelLoadError(f"{tensor} is {list(info.shape)}, its keys say {list(shape)}")
+            one_of(info.type, sorted({*DENSE, *KEPT, *DECODED} if len(shape) == 2 else DENSE), f"{tensor} in")
             if (scale := self._scale(name)) is not None and (scale.type, scale.shape) != ("F32", (count,)):
-                raise ModelLoadError(f"{self.path}: the scale of {self._name(name)} is not {count} values in F32")
+                raise ModelLoadError(f"{tensor} has a scale that is not {count} values in F32")
             if info.type in DECODED:
                 decoded[name] = info.type
-        self._heads = {}
         if self._file.metadata.get("general.architecture") in PAIRS_BESIDE:
-            for name in expected:
-                if ".self_attn.q_proj." in name:
-                    self._heads[name] = config.num_heads
-                if ".self_attn.k_proj." in name:
-                    self._heads[name] = config.num_kv_heads
+            heads = {".self_attn.q_proj.": config.num_heads, ".self_attn.k_proj.": config.num_kv_heads}
+            self._heads = {name: count for name in expected for part, count in heads.items() if part in name}
         notice_rounded(self.path, decoded, expected)
 
     # --- Source ---
