@@ -3,7 +3,7 @@
 import torch
 from fixtures_eagle import LAYER, _norm, _rotate, random_head, target_states, write_head
 
-from sameseed.models.head_config import CODEBOOKS, SELECTOR, BlockConfig, parse_head_config
+from sameseed.models.head_config import SELECTOR, BlockConfig, parse_head_config
 
 LAYOUTS = ("z-lab", "DeepSpec", "dflash", "dspark")
 SECOND = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}  # of DFlash2
@@ -100,12 +100,12 @@ def plain_block(config, w, states, last, target, gates=False):
         x = x + mixed(linear("mlp.down_proj", gate * linear("mlp.up_proj", inner)), read, "mlp_conv", 1)
     lm_head = w.get("lm_head.weight", target.ops.unpack(target.weights.lm_head).parts["weight"].float())
     last = _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :]
-    return (last @ lm_head.T, last @ w[f"{SELECTOR}.hidden_projection.weight"].T) if gates else last @ lm_head.T
+    return (last @ lm_head.T, last @ w[f"{SELECTOR[0]}.weight"].T) if gates else last @ lm_head.T
 
 
 def selected(config, w, row, last, gate):
     """The logits `row` of a place with the selector's scores after the token `last`; -inf but for its candidates."""
-    before, after = (w[f"{SELECTOR}.{table}.weight"] for table in CODEBOOKS)
+    before, after = (w[f"{table}.weight"] for table in SELECTOR[1:])
     best = row.topk(config.num_candidates).indices
     return torch.full_like(row, -torch.inf).scatter(0, best, row[best] + after[best] @ (before[last] * gate))
 

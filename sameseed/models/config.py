@@ -248,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def named_architecture(raw: Mapping[str, Any]) -> str:
+def architecture_of(raw: Mapping[str, Any]) -> str:
     """The first of the architectures that a config.json names; "?" for none."""
     names = raw.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "?"
@@ -265,7 +265,7 @@ def one_of(value: Any, options: Iterable[V], what: str, remedy: str = "") -> V:
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """ModelConfig from a parsed config.json, read by its family; of a model that also sees, its language model's."""
-    architecture = one_of(named_architecture(raw), ARCHITECTURES, f"{where}: architecture")
+    architecture = one_of(architecture_of(raw), ARCHITECTURES, f"{where}: architecture")
     if isinstance(text := raw.get("text_config"), dict):
         raw = {**raw, **text, **{k: raw[k] for k in OUTER if raw.get(k) is not None}}
     usual = next((values for name, values in DEFAULTS.items() if architecture.startswith(name)), {})

@@ -19,16 +19,7 @@ from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead, HeadWeights
-from sameseed.models.head_config import (
-    CODEBOOKS,
-    CONVS,
-    OPTIONAL,
-    SELECTOR,
-    TARGET_SIGNS,
-    BlockConfig,
-    HeadConfig,
-    read_head_config,
-)
+from sameseed.models.head_config import OPTIONAL, SELECTOR, TARGET_SIGNS, BlockConfig, HeadConfig, read_head_config
 from sameseed.models.inner import take_rows
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
@@ -53,8 +44,7 @@ def open_head(
     with Checkpoint(folder) as files:
         if any(n.startswith("model.fc.") for n in files.names()):
             files.rename(lambda name: name.removeprefix("model."))
-        if any(n.endswith(CODEBOOKS) for n in files.names()):
-            files.rename(lambda n: f"{n}.weight" if n.endswith(CODEBOOKS) else n)
+        files.rename(lambda name: f"{name}.weight" if name in SELECTOR else name)  # codebooks are bare parameters
         # Speculators builds Qwen3 layers, with norms of queries and keys, also where it writes another model_type.
         if config.kind == "block" and "layers.0.self_attn.q_norm.weight" in files:
             config = replace(config, layer=replace(config.layer, qk_norm=True))
@@ -147,20 +137,18 @@ def read_head(
         "dense": dense_format(reader.source, reader.quant, shapes),
     }
 
-    def conv(layer: int, part: str) -> BlockConv:
-        at = f"layers.{layer}.{part}"
+    def conv(at: str) -> BlockConv:
         return BlockConv(reader.vector(f"{at}.base_kernel"), reader.matrix(f"{at}.kernel_projection"))
 
     if isinstance(config, BlockConfig):
-        layers, markov = range(config.layer.num_layers), "markov_head.markov_w"
-        tables = [f"{SELECTOR}.{name}" for name in ("hidden_projection", *CODEBOOKS)]
+        markov = "markov_head.markov_w"
         block = BlockWeights(
             **shared,
             hidden_norm=reader.vector("hidden_norm.weight"),
-            layers=tuple(reader.layer(f"layers.{i}") for i in layers),
+            layers=tuple(reader.layer(f"layers.{i}") for i in range(config.layer.num_layers)),
             markov=(reader.matrix(f"{markov}1"), reader.matrix(f"{markov}2")) if config.markov_rank else None,
-            convs=tuple((conv(i, CONVS[0]), conv(i, CONVS[1])) for i in layers if config.conv[0]),
-            selector=Selector(*map(reader.matrix, tables)) if config.selector_rank else None,
+            convs=tuple((conv(attention), conv(mlp)) for attention, mlp in config.convs),
+            selector=Selector(*map(reader.matrix, SELECTOR)) if config.selector_rank else None,
         )
         return BlockHead(config, block, ops, target.max_model_len)
     third = config.kind == "eagle3"

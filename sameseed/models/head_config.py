@@ -14,8 +14,8 @@ from typing import Any
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError, say_once
 from sameseed.models.config import (
     ModelConfig,
+    architecture_of,
     layer_shapes,
-    named_architecture,
     one_of,
     parse_config,
     read_json,
@@ -43,8 +43,8 @@ LAYERS = {**dict.fromkeys(("llama", "phi3", "qwen2"), "LlamaForCausalLM"), "qwen
 ROTATED_FOR = "rotated_for"  # key of config.json: the seed of the target's rotation that a head was adapted to
 TARGET_SIGNS = "target_signs"  # key of config.json: `eagle_loader.embedding_signs` of the target
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-CONVS = ("attention_conv", "mlp_conv")  # of a layer of DFlash2
-SELECTOR, CODEBOOKS = "candidate_selector", ("predecessor_codebook", "successor_codebook")
+CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+SELECTOR = ("candidate_selector.hidden_projection", *CODEBOOKS)  # of DFlash2
 TRAINED = "use a head that was trained for this target"
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t")  # if missing: the target's (2), none, no offsets
 
@@ -151,18 +151,23 @@ class BlockConfig(HeadConfig):
         """The number of tokens that the head was trained to draft."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
+    @property
+    def convs(self) -> tuple[tuple[str, str], ...]:
+        """The convolutions of each layer's attention and MLP by name, or none."""
+        layers = range(self.layer.num_layers) if self.conv[0] else ()
+        return tuple((f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv") for i in layers)
+
     def _layers(self, layer: str, wide: int) -> dict[str, tuple[int, ...]]:
-        c = self.layer
+        c, (taps, group) = self.layer, self.conv
         shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (c.hidden_size,)}
         for i in range(c.num_layers):
             shapes |= layer_shapes(c, f"layers.{i}", ("input_layernorm", "post_attention_layernorm"))
-            for part in CONVS if self.conv[0] else ():
-                at, (taps, group) = f"layers.{i}.{part}", self.conv
-                shapes[f"{at}.base_kernel"] = (2, taps, c.hidden_size)
-                shapes[f"{at}.kernel_projection.weight"] = (2 * taps * (c.hidden_size // group), c.hidden_size)
+        for at in (name for names in self.convs for name in names):
+            shapes[f"{at}.base_kernel"] = (2, taps, c.hidden_size)
+            shapes[f"{at}.kernel_projection.weight"] = (2 * taps * (c.hidden_size // group), c.hidden_size)
         if self.selector_rank:
-            shapes[f"{SELECTOR}.hidden_projection.weight"] = (self.selector_rank, c.hidden_size)
-            shapes |= {f"{SELECTOR}.{table}.weight": (c.vocab_size, self.selector_rank) for table in CODEBOOKS}
+            shapes[f"{SELECTOR[0]}.weight"] = (self.selector_rank, c.hidden_size)
+            shapes |= {f"{table}.weight": (c.vocab_size, self.selector_rank) for table in CODEBOOKS}
         if self.markov_rank:
             shapes["markov_head.markov_w1.weight"] = (c.vocab_size, self.markov_rank)
             shapes["markov_head.markov_w2.weight"] = (self.draft_vocab_size, self.markov_rank)
@@ -174,7 +179,7 @@ def is_head(folder: Path) -> bool:
     if folder.is_file() or not (folder / "config.json").exists():
         return False
     raw = read_json(folder / "config.json")
-    if raw.get("speculators_model_type") is not None or named_architecture(raw) in HEADS:
+    if raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS:
         return True
     if raw.get("num_hidden_layers") != 1 or not any(folder.glob("*.safetensors")):
         return False
@@ -210,7 +215,7 @@ def check_rotation(head: Path, target: Path) -> None:
 def is_block_config(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a block head."""
     algorithm = raw.get("speculators_model_type")
-    return algorithm in BLOCKS or (algorithm is None and HEADS.get(named_architecture(raw)) == "block")
+    return algorithm in BLOCKS or (algorithm is None and HEADS.get(architecture_of(raw)) == "block")
 
 
 def is_block(folder: Path) -> bool:
@@ -225,7 +230,7 @@ def read_head_config(folder: Path) -> HeadConfig:
 
 def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> HeadConfig:
     """HeadConfig of a parsed config.json: plain, or of a speculator (with its layers in transformer_layer_config)."""
-    algorithm, name, block = raw.get("speculators_model_type"), named_architecture(raw), is_block_config(raw)
+    algorithm, name, block = raw.get("speculators_model_type"), architecture_of(raw), is_block_config(raw)
     unnamed = "eagle3" if "draft_vocab_size" in raw else "eagle"  # heads of EAGLE's authors name their layer alone
     kind = "block" if block else HEADS.get(name, unnamed if name in LAYERS.values() else "")
     if not block and (kind in ("", "block") or algorithm not in (None, "eagle3")):
@@ -273,7 +278,7 @@ def _block(kind: str, inner: Mapping[str, Any], settings: Mapping[str, Any], whe
     layer = parse_config(inner, where)
     windows, causal = _sights(inner, settings, layer.num_layers, where)
     layer = replace(layer, tied_embeddings=False, windows=windows)
-    spark = "dspark" in str(settings.get("speculators_model_type") or named_architecture(settings)).lower()
+    spark = "dspark" in str(settings.get("speculators_model_type") or architecture_of(settings)).lower()
     rank = whole_number(settings, where, "markov_rank", 0, least=0) if spark else 0
     if rank:
         one_of(settings.get("markov_head_type", "vanilla"), ["vanilla"], f"{where}: markov_head_type")

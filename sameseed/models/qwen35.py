@@ -16,16 +16,7 @@ import torch
 
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import (
-    ModelConfig,
-    View,
-    base_config,
-    family,
-    layer_shapes,
-    matrices,
-    mlp_shapes,
-    whole_number,
-)
+from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, matrices, mlp_shapes, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights, SharedGate
 from sameseed.models.llama import Llama
@@ -242,8 +233,8 @@ class Qwen35Moe(Mixture, Qwen35):
         return {**cls.expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
-    def views(cls, config: Any) -> dict[str, View]:
-        return {**super().views(config), **expert_views(config, mtp_names(config)[-1])}
+    def mixtures(cls, config: Any) -> list[str]:
+        return [*super().mixtures(config), mtp_names(config)[-1]]
 
     @classmethod
     def spare(cls, config: Any) -> Seq[str]:

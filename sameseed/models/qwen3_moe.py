@@ -108,8 +108,13 @@ class Mixture:
         return shapes
 
     @classmethod
+    def mixtures(cls, config: Any) -> list[str]:
+        """The layers with experts, by the beginning of their tensors' names."""
+        return [f"model.layers.{i}" for i in config.mixtures]
+
+    @classmethod
     def views(cls, config: Any) -> dict[str, View]:
-        layers = (expert_views(config, f"model.layers.{i}", cls.interleaved) for i in config.mixtures)
+        layers = (expert_views(config, at, cls.interleaved) for at in cls.mixtures(config))
         return {name: view for views in layers for name, view in views.items()}
 
     @classmethod

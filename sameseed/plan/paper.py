@@ -27,7 +27,7 @@ from sameseed.measure.passes import ModelWork
 from sameseed.measure.shapes import NAMES, SHAPES, get_shape
 from sameseed.models.config import EMBEDDED, ModelConfig, read_json
 from sameseed.models.draft_format import few_bits, following
-from sameseed.models.head_config import CODEBOOKS, SELECTOR, HeadConfig, is_head, read_head_config
+from sameseed.models.head_config import CODEBOOKS, HeadConfig, is_head, read_head_config
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.synthetic import RandomCheckpoint
 from sameseed.models.weights import (
@@ -131,7 +131,7 @@ def head_sheet(path: Path, format: str, kv_format: str, target: Sheet) -> Sheet:
     quant = _beside(target, quant, layer, source, shapes)
     size = weight_bytes(layer, source, quant, shapes)
     tables = ["embed_tokens.weight", "markov_head.markov_w1.weight"]  # of which a pass reads some rows only
-    tables += [f"{SELECTOR}.{table}.weight" for table in CODEBOOKS]
+    tables += [f"{table}.weight" for table in CODEBOOKS]
     unread = (math.prod(shapes[n]) * matrix_bits(layer, source, quant, n, shapes[n]) / 8 for n in tables if n in shapes)
     read = size - sum(unread)
     if "lm_head.weight" not in shapes:
