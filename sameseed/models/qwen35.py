@@ -233,8 +233,8 @@ class Qwen35Moe(Mixture, Qwen35):
         return {**cls.expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
-    def mixtures(cls, config: Any) -> list[str]:
-        return [*super().mixtures(config), mtp_names(config)[-1]]
+    def mixture_layers(cls, config: Any) -> list[str]:
+        return [*super().mixture_layers(config), mtp_names(config)[-1]]
 
     @classmethod
     def spare(cls, config: Any) -> Seq[str]:

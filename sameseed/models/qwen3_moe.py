@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, matrices, whole_number
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
@@ -103,18 +103,19 @@ class Mixture:
         """Shapes of router and experts of the layer whose tensors' names begin with `at`."""
         shapes: dict[str, tuple[int, ...]] = {f"{at}.{cls.router}.weight": (c.num_experts, c.hidden_size)}
         for e in range(c.num_experts):
-            expert, into = f"{at}.mlp.experts.{e}", (c.expert_size, c.hidden_size)
-            shapes |= matrices(expert, {"gate_proj": into, "up_proj": into, "down_proj": into[::-1]})
+            expert = f"{at}.mlp.experts.{e}"
+            shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
+            shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
         return shapes
 
     @classmethod
-    def mixtures(cls, config: Any) -> list[str]:
+    def mixture_layers(cls, config: Any) -> list[str]:
         """The layers with experts, by the beginning of their tensors' names."""
         return [f"model.layers.{i}" for i in config.mixtures]
 
     @classmethod
     def views(cls, config: Any) -> dict[str, View]:
-        layers = (expert_views(config, at, cls.interleaved) for at in cls.mixtures(config))
+        layers = (expert_views(config, at, cls.interleaved) for at in cls.mixture_layers(config))
         return {name: view for views in layers for name, view in views.items()}
 
     @classmethod
