@@ -5,6 +5,7 @@ import math
 import os
 import struct
 from contextlib import closing
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -105,24 +106,12 @@ def longrope_factors(raw):
 
 
 def llama3_factors(raw):
-    """Rope factors as llama.cpp's converter writes them, from the definition of the bands."""
-    rope = raw["rope_parameters"]
-    dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    factors = []
-    for i in range(0, dim, 2):
-        wavelength = 2 * np.pi * rope["rope_theta"] ** (i / dim)
-        low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-        high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
-        if wavelength < high:
-            factors.append(1.0)
-        elif wavelength > low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
-                rope["high_freq_factor"] - rope["low_freq_factor"]
-            )
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return torch.tensor(factors, dtype=torch.float32)
+    """Rope factors as llama.cpp's converter writes them: how much longer each wave becomes."""
+    config = parse_config(raw)
+    plain, scaled = (
+        inverse_frequencies(r, config.head_dim) for r in (replace(config.rope, kind="default"), config.rope)
+    )
+    return plain / scaled
 
 
 def test_llama3_scaling_is_found_again_in_its_factors(tmp_path):
