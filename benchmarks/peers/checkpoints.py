@@ -25,10 +25,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sameseed.measure import shapes
 from sameseed.models.config import parse_config
 from sameseed.models.loader import resolve_model
-from sameseed.models.save import stream_weights
 from sameseed.models.synthetic import RandomCheckpoint
+from sameseed.models.weights import expected_shapes
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed_lab.twin import find_shape, make_twin
+from sameseed_lab.twin.files import stream_weights
 
 HERE = Path(__file__).resolve().parent
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -114,7 +115,7 @@ def write_random(folder: Path, shape: str) -> None:
     write_tokenizer(folder, config.vocab_size)
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     (folder / "generation_config.json").write_text(json.dumps(ENDS))
-    stream_weights(folder, config, RandomCheckpoint(config))
+    stream_weights(folder, RandomCheckpoint(config), expected_shapes(config))
 
 
 def write_source(folder: Path, name: str) -> None:

@@ -1,20 +1,17 @@
 """Write a checkpoint: a folder that appears under its name only once it is complete and on the disk.
 
 The layout of quantized matrices is that of compressed-tensors where it can describe every scheme (`config_groups`),
-that of bitsandbytes where all matrices are nf4, and otherwise sameseed's own (`models/layouts/sameseed.py`). Dense
-checkpoints are written in chunks of rows, so that no matrix is whole in memory (`stream_weights`).
+that of bitsandbytes where all matrices are nf4, and otherwise sameseed's own (`models/layouts/sameseed.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +19,14 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError, ModelSaveError
-from sameseed.models.config import DEFAULTS, OUTER, ModelConfig, parse_config, read_json
+from sameseed.models.config import DEFAULTS, OUTER, parse_config, read_json
 from sameseed.models.layouts import sameseed as own
-from sameseed.models.safetensors_file import name_files, safetensors_head, sync_folder, write_file, write_safetensors
-from sameseed.models.weights import Progress, Shapes, TensorSource, expected_shapes
+from sameseed.models.safetensors_file import name_files, sync_folder, write_file, write_safetensors
+from sameseed.models.weights import expected_shapes
 from sameseed.scheme import QuantScheme, QuantTensor, get
 from sameseed.special import TEMPLATES
 
 SHARD = 1 << 30  # bytes of tensors that are gathered in memory before a file is written
-CHUNK = 1 << 20  # values that are in memory at one time
-SPARE = 64 << 20  # bytes of disk space required beyond the tensors: tokenizer, index, file system overhead
 COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
@@ -259,71 +254,3 @@ def method_for(schemes: Iterable[QuantScheme]) -> str:
     said = (get(scheme.weights).config(scheme.encode(torch.zeros(128, 128))) for scheme in set(schemes))
     methods = {str(config.get("quant_method", "sameseed")) for config in said}
     return methods.pop() if len(methods) == 1 else "sameseed"
-
-
-def stream_weights(
-    folder: Path,
-    config: ModelConfig,
-    source: TensorSource,
-    progress: Progress | None = None,
-    shard_bytes: int = SHARD,
-    shapes: Shapes | None = None,
-) -> None:
-    """Write every tensor of a model to safetensors files of at most `shard_bytes` (or one tensor, if that is larger).
-
-    `progress(done, total)` counts values. `shapes`: of all tensors, if they are not those of a whole model (but of a
-    draft head).
-    """
-    shapes = shapes or expected_shapes(config)
-    total, done = sum(math.prod(s) for s in shapes.values()), 0
-
-    def pieces(names: list[str]) -> Iterator[memoryview]:
-        nonlocal done
-        for name in names:
-            shape = shapes[name]
-            step = max(1, CHUNK // shape[-1])
-            starts = range(0, shape[0], step) if len(shape) == 2 else (None,)
-            for start in starts:
-                rows = source.tensor(name) if start is None else source.rows(name, start, min(start + step, shape[0]))
-                yield rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                done += rows.numel()
-                if progress is not None:
-                    progress(done, total)
-
-    files: list[tuple[Path, list[str]]] = []
-    for names in _shards(shapes, source, shard_bytes):
-        path = folder / f"part-{len(files)}"
-        names.sort(key=lambda n: -source.dtype(n).itemsize)  # wide types first, so that all tensors are aligned
-        head = safetensors_head((n, source.dtype(n), shapes[n]) for n in names)
-        write_file(path, chain([head], pieces(names)))
-        files.append((path, names))
-    name_files(folder, files, num_bytes(config, source, shapes))
-
-
-def _shards(shapes: Mapping[str, tuple[int, ...]], source: TensorSource, most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        own = math.prod(shape) * source.dtype(name).itemsize
-        if names and size + own > most:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += own
-    yield names
-
-
-def num_bytes(config: ModelConfig, source: TensorSource, shapes: Shapes | None = None) -> int:
-    """Bytes that the tensors of a model take in a file; `shapes` as in `stream_weights`."""
-    return sum(math.prod(s) * source.dtype(n).itemsize for n, s in (shapes or expected_shapes(config)).items())
-
-
-def check_room(out: Path, needed: int) -> None:
-    """Raises ModelSaveError where the disk of `out` has no room for `needed` bytes."""
-    place = Path(os.path.abspath(out)).parent
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed + SPARE:
-        left = max(0, free - SPARE) / 1e9
-        raise ModelSaveError(f"{out} needs {needed / 1e9:.1f} GB and {place} has {left:.1f} GB left; make room")

@@ -19,14 +19,13 @@ from safetensors import safe_open
 from sameseed import ops
 from sameseed.errors import ConfigError, ModelSaveError
 from sameseed.measure.shapes import SHAPES, get_shape
-from sameseed.models import save
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import ModelConfig, parse_config, read_json
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model, read_config
 from sameseed.models.weights import expected_shapes, read_weights
 from sameseed.scheme import QuantScheme
-from sameseed_lab.twin import find_shape, make_twin
+from sameseed_lab.twin import files, find_shape, make_twin
 from sameseed_lab.twin.layout import make_layout
 from sameseed_lab.twin.source import TwinSource
 
@@ -167,7 +166,7 @@ def test_transformers_agrees(sources: Callable[[str], Path], tmp_path: Path) -> 
 def test_it_is_written_in_pieces(
     sources: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save, "CHUNK", 4096)
+    monkeypatch.setattr(files, "CHUNK", 4096)
     asked = []
     rows = TwinSource.rows
 
@@ -242,7 +241,7 @@ def test_sources_that_are_no_plain_llama() -> None:
 def test_a_full_disk_is_found_before_anything_is_written(
     sources: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda _: SimpleNamespace(free=save.SPARE + 1000))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=files.SPARE + 1000))
     with pytest.raises(ModelSaveError, match=r"needs 0\.0 GB .* make room"):
         make_twin(FITTING["two copies"], str(sources("plain")), tmp_path / "deep" / "t")
     assert not list(tmp_path.iterdir())

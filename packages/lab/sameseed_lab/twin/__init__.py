@@ -16,8 +16,9 @@ from sameseed.models.eagle_loader import open_head, target_ids
 from sameseed.models.head_config import is_head
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
 from sameseed.models.safetensors_file import write_file
-from sameseed.models.save import SHARD, check_room, copy_files, new_folder, num_bytes, source_config, stream_weights
+from sameseed.models.save import SHARD, copy_files, new_folder, source_config
 from sameseed.models.weights import Progress
+from sameseed_lab.twin.files import check_room, num_bytes, stream_weights
 from sameseed_lab.twin.head import HeadLayout, HeadTwinSource, make_head_layout
 from sameseed_lab.twin.layout import TwinLayout, make_layout
 from sameseed_lab.twin.source import TwinSource
@@ -75,12 +76,12 @@ def make_twin(
         if head is not None:
             about |= {"target": target, "draft_vocab_size": head.num_live}
             config, card = head.raw, _head_card(of, target, name)
-        size = num_bytes(source.layout.config, source, source.shapes)
+        size = num_bytes(source, source.shapes)
         check_room(out, size)
         config["torch_dtype"] = str(source.dtype("q_proj.weight")).removeprefix("torch.")
         files = {f: json.dumps(table, indent=2) + "\n" for f, table in (("config.json", config), (RECORD, about))}
         with new_folder(out, overwrite, small) as partial:
-            stream_weights(partial, source.layout.config, source, progress, shard, source.shapes)
+            stream_weights(partial, source, source.shapes, progress, shard)
             copy_files(small, partial)
             for file, text in {**files, "README.md": card}.items():
                 write_file(partial / file, [text.encode()])
