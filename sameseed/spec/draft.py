@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -97,28 +97,22 @@ class Draft:
 
     def node_levels(self, b: int) -> list[int]:
         """The level that drafted each node of sequence b."""
-        if self.levels is None:
-            return [0] * self.count(b)
-        found: list[int] = self.levels[self.offsets[b] : self.offsets[b + 1]].tolist()
-        return found
+        by = np.zeros(len(self.tokens), np.int8) if self.levels is None else self.levels
+        return list(by[self.offsets[b] : self.offsets[b + 1]].tolist())
 
     def kept(self, keep: Seq[Seq[int] | None]) -> Draft:
         """The draft with only the nodes keep[b] of each sequence (ascending, parents included); None: all of them."""
-        trees: list[tuple[Seq[int], Seq[int]]] = []
-        sure: list[list[float]] = []
-        levels: list[list[int]] = []
-        for b, chosen in enumerate(keep):
+        if all(chosen is None for chosen in keep):
+            return self
+        trees, index = list[tuple[Seq[int], Seq[int]]](), list[int]()
+        for b, (chosen, begin) in enumerate(zip(keep, self.offsets.tolist())):
             tokens, parents = self.nodes(b)
             nodes = range(len(tokens)) if chosen is None else chosen
             place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
             trees.append(([tokens[i] for i in nodes], [place[parents[i]] for i in nodes]))
-            if self.confidence is not None:
-                own = self.confidence[self.offsets[b] : self.offsets[b + 1]]
-                sure.append([float(own[i]) for i in nodes])
-            if self.levels is not None:
-                by = self.node_levels(b)
-                levels.append([by[i] for i in nodes])
-        return Draft.trees(trees, None if self.confidence is None else sure, None if self.levels is None else levels)
+            index += [begin + i for i in nodes]
+        sure, levels = (None if x is None else x[index] for x in (self.confidence, self.levels))
+        return replace(Draft.trees(trees), confidence=sure, levels=levels)
 
     def useful(self, depths: Seq[int], ending: Seq[Set[int]]) -> Draft:
         """The draft without nodes that have depths[b] ancestors or more, or one of the tokens ending[b] among them."""
@@ -131,18 +125,18 @@ class Draft:
                 above.append(most if ended else above[parent] + 1 if parent >= 0 else 0)
             fits = [i for i, a in enumerate(above) if a < most]
             keep.append(None if len(fits) == len(above) else fits)
-        return self if all(k is None for k in keep) else self.kept(keep)
+        return self.kept(keep)
 
     def likeliest_chains(self) -> Draft:
         """The draft with one path of each tree: at each node its likeliest child, or the first where none is known."""
         keep: list[list[int] | None] = []
-        for b, begin in enumerate(self.offsets[:-1].tolist()):
+        for b in range(self.num_seqs):
             parents, path = self.nodes(b)[1], list[int]()
+            sure = None if self.confidence is None else self.confidence[self.offsets[b] :].tolist()
             while children := [i for i, parent in enumerate(parents) if parent == (path[-1] if path else -1)]:
-                sure = None if self.confidence is None else self.confidence
-                path.append(children[0] if sure is None else max(children, key=lambda i: float(sure[begin + i])))
+                path.append(children[0] if sure is None else max(children, key=sure.__getitem__))
             keep.append(None if len(path) == len(parents) else path)
-        return self if all(k is None for k in keep) else self.kept(keep)
+        return self.kept(keep)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 from lawkit import DRAFTERS, SAMPLED, finished, load_pair, make_engine, run, texts
-from prefixkit import shake
 
 from sameseed import LLM
-from sameseed.request import FinishReason, Request, SamplingParams
+from sameseed.kvcache.blocks import BlockManager
+from sameseed.request import FinishReason, Request, SamplingParams, Sequence
 
 NAMES = ["none", *DRAFTERS]
 LENGTH = 14
@@ -207,8 +207,163 @@ def test_who_leaves_keeps_the_prefix_for_the_next(pair):
     assert run(engine, PROMPTS[:1], EACH[:1])[0].metrics.num_cached_tokens == 40
 
 
-ROUNDS = 400
+Row = tuple[str, tuple[int, ...]]  # what a row depends on: its tenant, and all tokens up to this one
+SALTS = ("", "a", "\udcff")  # the last: bytes of a command line that are no UTF-8
+WRONG_GUESS = ("nobody", ())
+MAX_SEQS, MAX_TOKENS = 5, 20
+ACTIONS = {"add": 3, "start": 3, "adopt": 3, "compute": 3, "grow": 1, "take_back": 2, "compute_again": 1}
+ACTIONS |= dict.fromkeys(("trim", "release", "fail"), 1)  # how often each is done
 
 
-def test_the_manager_passes():
-    assert shake(ROUNDS) > 1000, "rows were shared"
+class Watched:
+    """Sequences of a few tokens and tenants start, compute, guess, take back, leave and fail in a small cache.
+
+    `memory` models what each row of the cache holds.
+    """
+
+    def __init__(self, rng):
+        self.roll = rng.randint
+        self.rng = rng
+        self.blocks = BlockManager(self.roll(4, 20), self.roll(1, 3))
+        self.memory: dict[int, Row] = {}  # by slot
+        self.seqs: list[Sequence] = []
+        self.failed: set[Row] = set()  # last rows of blocks that must not be found again
+        self.num_added = self.num_saved = 0
+
+    def act(self):
+        """Do one action if it is possible, then check all rows and blocks."""
+        name, which = self.rng.choices(list(ACTIONS), list(ACTIONS.values()))[0], self.roll(0, MAX_SEQS - 1)
+        if name == "add":
+            self.add()
+        elif which < len(self.seqs):
+            getattr(self, name)(self.seqs[which])
+        self.check_rows()
+        self.check_blocks()
+
+    def some_tokens(self, most):
+        return [self.roll(0, 1) for _ in range(self.roll(1, most))]
+
+    def add(self):
+        """Add a text of zeros with perhaps one 1, so that most texts share a prefix and look alike after it."""
+        if len(self.seqs) < MAX_SEQS:
+            other = self.roll(0, 15)
+            tokens = [int(i == other) for i in range(self.roll(1, 14))]
+            self.seqs.append(Sequence(self.num_added, tokens, SamplingParams(), 0, self.rng.choice(SALTS)))
+            self.num_added += 1
+
+    def start(self, seq):
+        """Do what the scheduler does: start the sequence if it fits, then compute all its rows as certain ones."""
+        if not seq.blocks and self.blocks.fits(seq, len(seq)):
+            self.adopt(seq)
+            assert self.blocks.reserve(seq, len(seq)), "it was said to fit"
+            self.store(seq, len(seq), 0, True)
+
+    def adopt(self, seq):
+        before = seq.num_cached
+        fits = self.blocks.fits(seq, len(seq)) if not seq.blocks else None
+        saved = self.blocks.adopt(seq)
+        assert seq.num_cached == before + saved
+        assert seq.num_pending >= 1 or not saved, "somebody must compute the logits after the last token"
+        self.num_saved += saved
+        size = self.blocks.block_size
+        found = {self.row(seq, i) for i in range(before // size * size + size - 1, seq.num_cached, size)}
+        assert not saved or not found & self.failed, "what failed is found again"
+        if fits is not None:
+            assert self.blocks.reserve(seq, len(seq)) == fits
+
+    def compute(self, seq):
+        self.store(seq, min(seq.num_cached + self.roll(1, 9), len(seq)), self.roll(0, 3), self.roll(0, 3) > 0)
+
+    def store(self, seq, end, guessed, certain):
+        """Store pending rows up to `end`, and behind them rows of guesses that turn out wrong."""
+        start, before, limit = seq.num_cached, list(seq.blocks), self.blocks.reservable(seq)
+        granted = self.blocks.reserve(seq, end + guessed)
+        assert granted == (end + guessed <= limit)
+        assert seq.blocks[: len(before)] == before, "blocks that hold rows never move"
+        assert len(seq.blocks) == max(len(before), self.blocks.blocks_for(end + guessed) if granted else 0)
+        if not granted:
+            return
+        for i in range(start, end + guessed):
+            self.memory[self.slot(seq, i)] = self.row(seq, i) if i < end else WRONG_GUESS
+        seq.num_cached = end
+        if certain:
+            self.blocks.enter(seq, end)
+            self.failed -= {self.row(seq, i) for i in range(end)}  # these rows were computed again
+
+    def grow(self, seq):
+        seq.token_ids += self.some_tokens(4)[: MAX_TOKENS - len(seq)]
+
+    def take_back(self, seq):
+        """Replace the last tokens, as in a drafter's copy of a sequence after wrong guesses."""
+        keep = self.roll(1, 14)
+        if keep < len(seq):
+            del seq.token_ids[keep:]
+            self.blocks.retract(seq, keep)
+            assert seq.num_cached <= keep
+            seq.token_ids += self.some_tokens(6)
+
+    def compute_again(self, seq):
+        keep = self.roll(0, 14)
+        self.blocks.rewind(seq, keep)
+        assert seq.num_cached <= keep
+
+    def trim(self, seq):
+        before = list(seq.blocks)
+        self.blocks.trim(seq, len(seq))
+        assert seq.blocks == before[: -(-len(seq) // self.blocks.block_size)]
+
+    def release(self, seq):
+        self.blocks.release(seq)
+        assert (seq.blocks, seq.num_cached) == ([], 0)
+        if self.roll(0, 1):
+            self.seqs.remove(seq)
+
+    def fail(self, seq):
+        size = self.blocks.block_size
+        self.failed |= {self.row(seq, i) for i in range(size - 1, len(seq.digests) * size, size)}
+        self.blocks.forget(seq)
+        self.blocks.release(seq)
+        self.seqs.remove(seq)
+
+    def row(self, seq, i):
+        """What row i of a sequence should hold."""
+        return seq.tenant, tuple(seq.token_ids[: i + 1])
+
+    def slot(self, seq, i):
+        size = self.blocks.block_size
+        return seq.blocks[i // size] * size + i % size
+
+    def check_rows(self):
+        """Check that each cached row holds its own data: no others' tokens, no guesses, no data of a reused block."""
+        for seq in self.seqs:
+            for i in range(seq.num_cached):
+                assert self.memory[self.slot(seq, i)] == self.row(seq, i)
+
+    def check_blocks(self):
+        blocks = self.blocks
+        held = [b for seq in self.seqs for b in seq.blocks]
+        free = blocks.free_blocks
+        assert len(free) == len(set(free)) == blocks.num_free
+        assert sorted({*held, *free}) == list(range(blocks.num_blocks)), "no block is lost"
+        assert not set(held) & set(free), "no block is both free and owned"
+        assert all(held.count(b) == n for b, n in enumerate(blocks._num_users))
+        assert set(blocks._idle) == {b for b in free if b in blocks.prefixes}
+        for seq in self.seqs:
+            assert len(seq.blocks) == len(set(seq.blocks))
+            assert seq.num_known * blocks.block_size <= seq.num_cached, "rows that will be written are not known"
+            for b in seq.blocks[seq.num_known :]:
+                assert held.count(b) == 1, "what may be written is nobody else's"
+                assert b not in blocks.prefixes
+
+
+def test_the_manager_keeps_everyones_rows_apart():
+    rng, saved = random.Random(0), 0
+    for _ in range(400):
+        watched = Watched(rng)
+        for _ in range(60):
+            watched.act()
+        for seq in watched.seqs:
+            watched.blocks.release(seq)
+        assert sorted(watched.blocks.free_blocks) == list(range(watched.blocks.num_blocks))
+        saved += watched.num_saved
+    assert saved > 500, "rows were shared"

@@ -155,11 +155,3 @@ def test_what_is_given_loosely_is_kept_strictly():
     for name in unset:
         with pytest.raises(RequestError, match=name):
             SamplingParams(**{name: 5})
-
-
-def test_derived():
-    assert SamplingParams().greedy
-    assert not SamplingParams(temperature=1e-9).greedy
-    assert not SamplingParams(presence_penalty=0.0, repetition_penalty=1.0).has_penalties
-    for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
-        assert SamplingParams(**{name: value}).has_penalties

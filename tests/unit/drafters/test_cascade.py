@@ -7,7 +7,6 @@ from lawkit import SAMPLED, Pair, make_engine, random_prompts, run, texts
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.drafters.first import FirstDrafter
-from sameseed.drafters.ngram import NgramDrafter
 from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.lengths.fixed import FixedLength
@@ -83,22 +82,6 @@ def test_passes_of_the_model_by_what_is_right_below(pair, right, passes):
     assert (metrics.num_rounds, metrics.num_accepted_tokens) == (passes, passes * right)
     assert level_metrics(engine.drafter)[-1][1] is metrics
     engine.drafter.release(seq)
-
-
-def test_indexes_forget_what_is_taken_back():
-    """After guesses are rewound, the drafter finds the same as one that never saw them."""
-    drafter, direct = NgramDrafter(), NgramDrafter()
-    seq = Sequence(0, [1, 2, 3, 4, 1, 2], SamplingParams(), 0)
-    for guessed, kept in [([3, 4, 9, 9], 2), ([1, 2, 9, 1, 2], 0), ([5, 1, 2, 3], 3), ([4] * 1500, 0)]:
-        for token in guessed:
-            seq.token_ids.append(token)
-            drafter.propose([seq], [4])
-        length = len(seq) - len(guessed) + kept
-        if length < len(seq):
-            drafter.rewind(seq, length)
-            del seq.token_ids[length:]
-        fresh = Sequence(length, seq.token_ids, SamplingParams(), 0)
-        assert drafter.propose([seq], [4]).tokens.tolist() == direct.propose([fresh], [4]).tokens.tolist()
 
 
 def test_a_model_forgets_what_is_taken_back(pair):

@@ -1,6 +1,5 @@
 """The draft_model drafter and its shadows: they follow the text, catch up, and keep to the target's vocabulary."""
 
-import random
 from collections.abc import Callable, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,51 +12,16 @@ from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, rand
 from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters._choices import choices
-from sameseed.drafters._followers import Guide, Shadow
+from sameseed.drafters._followers import Guide
 from sameseed.engine.build import build_engine
 from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError
-from sameseed.kvcache.blocks import BlockManager
 from sameseed.lengths.confidence import ConfidenceLength
 from sameseed.models.llama import Llama
 from sameseed.models.loader import load_model
-from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-from sameseed.spec.sampling import HAS_NATIVE
-
-
-def nobody(seq, length):
-    """A `rewind` that does nothing."""
-
-
-def runner():
-    """The part of a ModelRunner that a Shadow needs."""
-    mock = SimpleNamespace(blocks=BlockManager(64, 4), model=SimpleNamespace(max_model_len=256))
-    mock.truncate = lambda seq, length: ModelRunner.truncate(mock, seq, length)
-    return mock
-
-
-def test_random_walk():
-    """After following, whatever was drafted, the tokens are the target's and the cached rows are a true prefix."""
-    rng = random.Random(0)
-    target = Sequence(0, [1, 2, 3], SamplingParams(), 0)
-    shadow = Shadow(target, runner())
-    rows = []  # the tokens in the shadow's cache, by position
-    for _ in range(300):
-        shadow.follow(target, nobody)
-        seq = shadow.seq
-        assert seq.token_ids == target.token_ids
-        assert seq.num_pending >= 1
-        del rows[seq.num_cached :]
-        assert rows == seq.token_ids[: seq.num_cached]
-        guesses = [rng.randrange(3) for _ in range(rng.randint(0, 4))]
-        for guess in guesses:  # run what is pending, then append the guess
-            rows += seq.token_ids[seq.num_cached :]
-            seq.num_cached = len(seq)
-            seq.token_ids.append(guess)
-        target.token_ids += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(3)]
 
 
 def test_a_guide_gives_what_its_grammar_allows_until_that_fails():
@@ -134,7 +98,6 @@ def engines_both_ways(pair, k, options):
     return at_once, by_token, calls
 
 
-@pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
 @pytest.mark.parametrize(("siblings", "limit", "threads"), [(0, 0, 1), (1, 0, 1), (2, 200, 1), (3, 0, 2)])
 def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, threads):
     """Chains of one native call equal those of one pass per token: tokens, siblings, confidences and cached rows.
@@ -173,7 +136,6 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
     assert len(calls) == 12 and None not in calls
 
 
-@pytest.mark.skipif(not HAS_NATIVE, reason="chains are written in one call in the native module")
 @pytest.mark.parametrize("siblings", [0, 2])
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 1.0}, {"top_p": 0.9}], ids=str)
 def test_chains_of_a_reduced_vocabulary_are_those_of_a_pass_a_token(pair, siblings, changes):

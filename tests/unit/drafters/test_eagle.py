@@ -1,7 +1,5 @@
 """The eagle drafter: trees of the likeliest paths, unchanged texts, and a head's cache of certain tokens only."""
 
-import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,6 @@ from lawkit import MODEL_VOCAB, SAMPLED, load_pair, random_prompts, run, texts, 
 
 from sameseed import ops
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from sameseed.drafters.eagle import Tree
 from sameseed.engine.build import Loaded, assemble, build_engine
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import load_head
@@ -20,7 +17,7 @@ from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 from sameseed.spec.drafter import Span, level_metrics
-from sameseed.spec.sampling import HAS_NATIVE, choose
+from sameseed.spec.sampling import choose
 from sameseed.spec.step import decode_step
 
 PROMPTS = random_prompts(5, seed=4)
@@ -77,48 +74,6 @@ def engine_of(pair, k=12, *, spec=None, tokens=2048, **settings):
     return assemble(Loaded(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models))
 
 
-def table(vocab, depth, seed):
-    """Log-probabilities [V] after every path of less than `depth` tokens."""
-    rng = np.random.default_rng(seed)
-    paths = [p for n in range(depth) for p in itertools.product(range(vocab), repeat=n)]
-    return {p: np.log(rng.dirichlet(np.full(vocab, 0.5))).tolist() for p in paths}
-
-
-def grown(rows, size, depth, top_k):
-    """The tree as the drafter grows it, and the number of nodes that were expanded."""
-    tree, num_run = Tree(size), 0
-    nodes = [-1]
-    for level in range(depth):
-        after = [rows[tuple(tree.path(node))] for node in nodes]
-        best = [sorted(range(len(row)), key=lambda t: (-row[t], t))[:top_k] for row in after]
-        tree.grow(nodes, best, [[row[t] for t in some] for row, some in zip(after, best)])
-        nodes = tree.expand(top_k) if level + 1 < depth else []
-        num_run += len(nodes)
-        if not nodes:
-            break
-    return tree, num_run
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("size", [1, 3, 6, 9])
-def test_a_tree_is_the_top_n_of_all_paths(size, seed):
-    """The tree equals a brute-force search of all paths of a fixed table: the n paths with the largest products."""
-    vocab, depth = 9, 3
-    rows = table(vocab, depth, seed)
-    paths = [p for n in range(1, depth + 1) for p in itertools.product(range(vocab), repeat=n)]
-    product = {p: math.exp(sum(rows[p[:i]][p[i]] for i in range(len(p)))) for p in paths}
-    wanted = sorted(paths, key=lambda p: -product[p])[:size]
-    tree, num_run = grown(rows, size, depth, top_k=9)
-    tokens, parents, sure = tree.best()
-    found = []
-    for i, parent in enumerate(parents):
-        assert -1 <= parent < i
-        found.append((found[parent] if parent >= 0 else ()) + (tokens[i],))
-    assert set(found) == set(wanted)
-    assert sure == pytest.approx([product[p] for p in found])
-    assert num_run <= 2 * size, "only nodes that can have children in the tree are run"
-
-
 @pytest.mark.parametrize(("head", "asked"), [("eagle", GREEDY), ("eagle3", DRAWN), ("eagle3", PENALIZED)])
 def test_the_text_stays_and_trees_are_accepted(folders, easy, head, asked):
     pair = pair_of(folders, easy, head)
@@ -162,7 +117,6 @@ def test_the_first_choice_is_the_targets_where_the_head_is_right(easy):
         assert right == 60 if asked.greedy or flat else right >= 54
 
 
-@pytest.mark.skipif(not HAS_NATIVE, reason="trees grow in one call in the native module")
 @pytest.mark.parametrize(("k", "least"), [(1, None), (5, None), (12, None), (64, None), (12, 0.2)])
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders, easy, head, k, least):

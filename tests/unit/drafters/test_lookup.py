@@ -32,14 +32,20 @@ def by_hand(tokens, low, high, count):
     low=st.integers(1, 3),
     more=st.integers(0, 3),
     count=st.integers(1, 8),
+    back=st.lists(st.integers(0, 5), min_size=6, max_size=6),
 )
-@example(start=[1, 1], grown=[], low=1, more=0, count=3)
-@example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1)  # the latest occurrence wins
-@example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1)  # the longest suffix wins
-def test_equals_a_search(start, grown, low, more, count):
+@example(start=[1, 1], grown=[], low=1, more=0, count=3, back=[0])
+@example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1, back=[0])  # the latest occurrence wins
+@example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1, back=[0])  # the longest suffix
+def test_equals_a_search(start, grown, low, more, count, back):
+    """Also after tokens were taken back: the index forgets them."""
     drafter = NgramDrafter(NgramDrafter.Options(max_ngram=low + more, min_ngram=low))
     seq = Sequence(0, start, SamplingParams(), 0)
-    for new in [[], *grown]:
+    for new, rewound in zip([[], *grown], [0, *back]):
+        length = max(1, len(seq) - rewound)
+        if length < len(seq):
+            drafter.rewind(seq, length)
+            del seq.token_ids[length:]
         seq.token_ids += new
         draft = drafter.propose([seq], [count])
         assert draft.tokens.tolist() == by_hand(seq.token_ids, low, low + more, count)

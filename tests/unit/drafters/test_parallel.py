@@ -68,18 +68,6 @@ def test_a_draft_of_any_length_is_one_pass(pair, spied):
     assert rows == [(sum(len(p) for i, p in enumerate(PROMPTS) if i != 2), 6 + 0 + 2 + 6)]
 
 
-@pytest.mark.parametrize("asked", [ASKED, GREEDY], ids=["sampled", "greedy"])
-def test_the_targets_own_first_guess_is_always_right(pair, asked):
-    """Coupled sampling: if the draft is the target, the first token, which no mask precedes, is always right."""
-    twin = Pair(pair.target, remade(pair.target, mask_token=MASK), pair.tokenizer)
-    engine = make_engine(twin, "parallel", k=1)
-    run(engine, PROMPTS, asked)
-    assert engine.metrics.acceptance_rate == 1.0
-    longer = make_engine(twin, "parallel", k=4)
-    run(longer, PROMPTS, asked)
-    assert longer.metrics.num_accepted_tokens_per_pos[0] == longer.metrics.num_drafts
-
-
 def test_more_than_it_was_trained_for_is_capped_and_said_once(pair, caplog):
     engine = make_engine(with_draft(pair, num_parallel=3), "parallel", k=6)
     with caplog.at_level(logging.WARNING, "sameseed"):

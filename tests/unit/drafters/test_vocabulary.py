@@ -33,13 +33,12 @@ def test_vocabularies_from_files(tmp_path):
     assert read_vocabulary(str(path), 300).tolist() == [2, 5]
     path.write_text("9\n1 4\n")
     assert read_vocabulary(str(path), 300).tolist() == [1, 4, 9]
-    for text, why in (("[400]", "token ids in 0..299"), ("[]", "must list"), ("five", "cannot be read")):
+    for text in ("[400]", "[]", "five"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(ConfigError, match="vocabulary"):
             read_vocabulary(str(path), 300)
-    none = [(name, "cannot be read") for name in (str(tmp_path / "none"), "\u00b2", "~no-such-user/ids")]
-    for name, why in [("301", "give 1 to 300"), *none]:
-        with pytest.raises(ConfigError, match=why):
+    for name in ("301", str(tmp_path / "none"), "\u00b2", "~no-such-user/ids"):
+        with pytest.raises(ConfigError, match="vocabulary"):
             read_vocabulary(name, 300)
 
 
@@ -129,7 +128,6 @@ PARAMS = [
     SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95), SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.5, top_k=40, min_p=0.01), SamplingParams(temperature=0.3, top_p=0.5, top_k=3),
 ]  # fmt: skip
-FINDERS = [numpy_choices, *([native_choices] if sampling.HAS_NATIVE else [])]
 
 
 def rows(count, size=1000):
@@ -141,29 +139,20 @@ def rows(count, size=1000):
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize("find", FINDERS)
-def test_the_first_is_what_the_sampler_chooses(find, params):
-    for at, row in enumerate(rows(40)):
-        found = find(row, params, 11, at, 5)
-        assert found[0][0] == sampling.numpy_choice(row, params, 11, at)
-        tokens, shares = zip(*found, strict=True)
-        assert len(set(tokens)) == len(tokens) <= 5
-        assert list(shares) == sorted(shares, reverse=True) and 0.0 < sum(shares) <= 1.0 + 1e-9
-
-
-@pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
-@pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_native_choices_are_the_specification_s(params, count):
+    """The first of them is what the sampler chooses."""
     for at, row in enumerate(rows(40, 4097)):
         for values in (row, row.astype(np.float64)):
             expected = numpy_choices(values, params, 3, at, count)
             found = native_choices(values, params, 3, at, count)
-            assert [t for t, _ in found] == [t for t, _ in expected]
-            np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], rtol=1e-9)
+            tokens, shares = zip(*expected, strict=True)
+            assert tokens == tuple(t for t, _ in found) and tokens[0] == sampling.numpy_choice(values, params, 3, at)
+            assert len(set(tokens)) == len(tokens) <= count
+            assert list(shares) == sorted(shares, reverse=True) and 0.0 < sum(shares) <= 1.0 + 1e-9
+            np.testing.assert_allclose([s for _, s in found], shares, rtol=1e-9)
 
 
-@pytest.mark.skipif(not sampling.HAS_NATIVE, reason="the native module is not built")
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("size", [3, 4097])
@@ -202,7 +191,7 @@ def test_what_truncation_leaves_out_comes_later():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("find", [numpy_likely, *([native_likely] if sampling.HAS_NATIVE else [])])
+@pytest.mark.parametrize("find", [numpy_likely, native_likely])
 def test_a_row_that_is_no_numbers_gives_none_beside_others(find, bad):
     table = np.stack(rows(4, 50)[2:])
     table[0, 7] = bad

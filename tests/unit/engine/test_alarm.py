@@ -1,7 +1,6 @@
 """The alarm: a learned drafter that is hardly ever right is reported once; other drafters are not."""
 
 import logging
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from lawkit import MODEL_VOCAB, make_engine, random_prompts, run, texts
 from sameseed import ops
 from sameseed.config import SpecConfig
 from sameseed.engine.alarm import Alarm
-from sameseed.lengths import _budget
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
 from sameseed.request import SamplingParams
@@ -60,22 +58,3 @@ def test_a_head_of_another_target(pair, tmp_path, method, caplog):
     said = [r.message for r in caplog.records if "drafted tokens accepted" in r.message]
     assert said == engine.alarm.texts
     assert len(said) == 1 and said[0].startswith("drafter 'eagle'")
-
-
-def test_a_useless_draft_is_said_where_goodput_gives_it_up(pair, tmp_path, monkeypatch):
-    for name, rounds in (("FIRST", 1e9), ("MOST", 1e9), ("FIRST_WAIT", 1), ("LAST_WAIT", 1)):  # trials have no end
-        monkeypatch.setattr(_budget, name, rounds)
-    engine = make_engine(foreign_head(tmp_path, pair), "eagle", k=4, policy="goodput", options={"top_k": 1})
-    for _ in range(40):
-        run(engine, PROMPTS[:2], GREEDY)
-        if engine.alarm.texts:
-            break
-    assert len(engine.alarm.texts) == 1
-    assert re.match(r"drafter 'eagle': 0 of [2-8]\d drafted tokens", engine.alarm.texts[0]), "twenty drafts tell"
-
-
-def test_a_good_draft_sounds_no_alarm(pair):
-    engine = make_engine(pair, "draft_model", k=4)
-    run(engine, PROMPTS, GREEDY)
-    assert engine.metrics.num_draft_tokens > 200
-    assert engine.alarm.texts == []

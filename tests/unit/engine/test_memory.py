@@ -18,7 +18,6 @@ from sameseed.engine import build, memory
 from sameseed.engine.memory import Demand, block_bytes, demand, plan_blocks
 from sameseed.errors import ConfigError, RegistryError
 from sameseed.formats._memory import Arena
-from sameseed.kvcache.cache import KVCache
 from sameseed.memory import available_memory
 from sameseed.models.config import parse_config
 from sameseed.scheme import QuantScheme
@@ -29,12 +28,6 @@ SHAPE = parse_config(VARIANTS["llama3"].raw)
 
 def free(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: int(count))
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"])
-def test_block_bytes_are_those_of_the_cache(name):
-    cache = KVCache(SHAPE.kv_shapes, 7, 16, name)
-    assert block_bytes(SHAPE, name, 16) * 7 == cache.nbytes
 
 
 def test_weights_are_counted_in_the_chosen_format(tmp_path):
