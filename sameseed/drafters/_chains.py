@@ -112,7 +112,7 @@ class Chain:
 
 def lengthen(chain: Chain, guesses: Guesses, row: NDArray[np.float32], seq: Sequence, count: int, least: float) -> None:
     """Extend a chain by the likeliest `count` tokens, the first and its alternatives, by a head's logits [Vd] there."""
-    tokens, shares = guesses.after(row[None], seq, len(chain.tokens), count, lambda: [chain.tokens])
+    tokens, shares = guesses.after(row[None], seq, [chain.tokens], count)
     found = [(t, p) for t, p in zip(tokens[0].tolist(), np.exp(shares[0]).tolist(), strict=True) if p > 0]
     chain.extend([found or [(FAILED, 0.0)]], least, guesses.vocab_size, seq.params.ending(guesses.eos_token_ids))
 

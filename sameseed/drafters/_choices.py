@@ -6,7 +6,7 @@ not the drafter's first token under the same noise, it is often the drafter's se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -142,14 +142,13 @@ class Guesses:
         rows: NDArray[np.float32] = logits.cpu().numpy()
         return rows
 
-    def after(
-        self, rows: NDArray[np.float32], seq: Sequence, depth: int, count: int, paths: Callable[[], Seq[Seq[int]]]
-    ) -> tuple[Ints, Floats]:
-        """`likely` after each of `paths`, which have `depth` tokens, with all penalties, bias and bans."""
+    def after(self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int) -> tuple[Ints, Floats]:
+        """`likely` after each of `paths`, which have equal lengths, with all penalties, bias and bans."""
+        depth = len(paths[0])
         if not sampling.needs_adjusting(seq, depth):
             return likely(rows, seq, depth, count, self.target_ids)
         tokens, log_probs = np.zeros((len(rows), count), np.int64), np.full((len(rows), count), -np.inf)
-        for i, (row, path) in enumerate(zip(rows, paths(), strict=True)):
+        for i, (row, path) in enumerate(zip(rows, paths, strict=True)):
             whole = row
             if self.target_ids is not None:  # what adjusts needs a row over the target's vocabulary
                 whole = np.full(self.vocab_size, -np.inf, np.float32)

@@ -11,6 +11,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from sameseed.cost.running import PROMPT_ROWS, PromptCost
 from sameseed.drafters._vocabulary import Reducible
 from sameseed.errors import RequestError
+from sameseed.fields import within
 from sameseed.lengths.fixed import FixedLength
 from sameseed.models.runner import ModelRunner
 from sameseed.request import Grammar, Sequence
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sameseed")
 _NOTHING = np.zeros(0, np.bool_)
-PREFILL = "the most rows of one catch-up pass over a prompt"
 
 
 class CatchUp:
@@ -211,6 +212,10 @@ class Followers:
 
 class Holding(Reducible):
     """Base of drafters whose only state per sequence is in `followers`."""
+
+    @dataclass(frozen=True)
+    class Options(Reducible.Options):
+        prefill_rows: int = within(512, 1, help="the most rows of one catch-up pass over a prompt")
 
     must_read = True
     followers: Any  # its `rewind` and `release` forget tokens, or a sequence; `num_read` is that of the drafter

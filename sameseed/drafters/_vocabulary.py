@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,9 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
+from sameseed.fields import setting
 from sameseed.models.inner import with_tokens
 from sameseed.spec.drafter import Drafter
-
-VOCABULARY = (
-    "the tokens that may be drafted, if not all: a number (those that the target generates most often), auto (as many "
-    "of these as pay), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes; fewer cost less"
-)
 
 
 def read_vocabulary(text: str, vocab_size: int) -> Tensor:
@@ -42,6 +39,15 @@ def read_vocabulary(text: str, vocab_size: int) -> Tensor:
 
 class Reducible(Drafter):
     """Base of drafters with an LM head, of which `runner.model` may have some rows only; `whole` has all of them."""
+
+    @dataclass(frozen=True)
+    class Options(Drafter.Options):
+        vocabulary: str = setting(
+            "",
+            "the tokens that may be drafted, if not all: a number (those that the target generates most often), auto "
+            "(as many of these as pay), or a file of ids (JSON or one per line), as `sameseed vocabulary` makes; fewer "
+            "cost less",
+        )
 
     runner: Any
     whole: Any

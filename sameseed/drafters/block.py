@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, lengthen
 from sameseed.drafters._eagle_context import Reading
-from sameseed.drafters._followers import PREFILL
-from sameseed.drafters._vocabulary import VOCABULARY
-from sameseed.fields import setting, within
 from sameseed.models.block import BlockRunner
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
@@ -31,9 +27,8 @@ class BlockDrafter(Reading, ChainDrafter):
     """
 
     @dataclass(frozen=True)
-    class Options(ChainDrafter.Options):
-        vocabulary: str = setting("", VOCABULARY)
-        prefill_rows: int = within(512, 1, help=PREFILL)
+    class Options(Reading.Options, ChainDrafter.Options):
+        """Those of a head, and siblings."""
 
     at_once = True
     kind = BlockRunner
@@ -49,53 +44,31 @@ class BlockDrafter(Reading, ChainDrafter):
         chains, size = [Chain() for _ in seqs], self.runner.model.config.block_size
         with self.followers.drafting(seqs, [min(n, 1) for n in lengths], lambda *_: size) as ready:
             if ready:
-                self._guess([_GrowingBlock(seqs[b], lengths[b], chains[b]) for b in ready])
+                self._guess([seqs[b] for b in ready], [chains[b] for b in ready], [lengths[b] for b in ready])
         return draft_of(chains, num_draft, self.policy.uses_confidence, siblings)
 
-    def _guess(self, growing: Seq[_GrowingBlock]) -> None:
+    def _guess(self, seqs: Seq[Sequence], chains: Seq[Chain], counts: Seq[int]) -> None:
         """Read the last tokens, run all blocks, and choose the chains' tokens from the logits, position by position."""
-        seqs = [g.seq for g in growing]
+        model, read = self.runner.model, self.guesses.rows
         self.followers.last(seqs)
-        counts = [g.count for g in growing]
         holders = [self.followers[seq].holder for seq in seqs]
         logits, gates = self.runner.guess(holders, [s.token_ids[-1] for s in seqs], counts)
-        rows = self.guesses.rows(logits)
-        gate = None if gates is None else self.guesses.rows(gates)
-        ends = np.cumsum(counts)
-        for g, end in zip(growing, ends.tolist(), strict=True):
-            g.first = end - g.count
-        has_bias = self.runner.model.weights.markov is not None
+        rows, gate = read(logits), None if gates is None else read(gates)
+        first = [0, *accumulate(counts)]  # the row of each sequence's first logits
         for place in range(max(counts)):
-            active = [g for g in growing if place < g.count and not g.chain.ended]
+            active = [i for i, chain in enumerate(chains) if place < counts[i] and not chain.ended]
             if not active:
                 return
-            bias = self._bias(active) if has_bias else None
-            for i, g in enumerate(active):
-                row = rows[g.first + place]
-                row = row if bias is None else row + bias[i]
+            before = [(chains[i].tokens or seqs[i].token_ids)[-1] for i in active]
+            bias = None  # of the Markov head, to the logits [n, Vd]
+            if model.weights.markov is not None:
+                bias = read(model.bias(torch.tensor(before, dtype=torch.int32, device=model.device)))
+            for n, i in enumerate(active):
+                row = rows[first[i] + place] if bias is None else rows[first[i] + place] + bias[n]
                 if gate is not None:
-                    row = self.runner.model.selected(row, g.last, gate[g.first + place])
-                lengthen(g.chain, self.guesses, row, g.seq, 1 + self.options.siblings, self.policy.least_probability)
-
-    def _bias(self, active: Seq[_GrowingBlock]) -> NDArray[np.float32]:
-        """The Markov head's bias to the logits [n, Vd], given the last token of each chain."""
-        model, last = self.runner.model, [g.last for g in active]
-        return self.guesses.rows(model.bias(torch.tensor(last, dtype=torch.int32, device=model.device)))
-
-
-@dataclass
-class _GrowingBlock:
-    """One sequence's chain while it is drafted, up to `count` tokens; `first`: the row of its first logits."""
-
-    seq: Sequence
-    count: int
-    chain: Chain
-    first: int = 0
-
-    @property
-    def last(self) -> int:
-        """The token before the next one."""
-        return self.chain.tokens[-1] if self.chain.tokens else self.seq.token_ids[-1]
+                    row = model.selected(row, before[n], gate[first[i] + place])
+                least = self.policy.least_probability
+                lengthen(chains[i], self.guesses, row, seqs[i], 1 + self.options.siblings, least)
 
 
 DRAFTER = BlockDrafter

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from sameseed.drafters._followers import PREFILL, Following
-from sameseed.drafters._vocabulary import VOCABULARY
-from sameseed.fields import setting, within
+from sameseed.drafters._followers import Following
+from sameseed.fields import within
 from sameseed.request import Sequence, SpecMetrics, TimeSplit
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter, Parts, Round
@@ -23,10 +22,8 @@ class CascadeDrafter(Following):
     """Runs `decode_step` on its own model until at least `min_length` tokens are drafted for each sequence."""
 
     @dataclass(frozen=True)
-    class Options(Drafter.Options):
+    class Options(Following.Options):
         min_length: int = within(4, 1, help="the model goes on until it has so many tokens, or the round's limit")
-        prefill_rows: int = within(512, 1, help=PREFILL)
-        vocabulary: str = setting("", VOCABULARY)
 
     owns = "model"
     num_below = (1, 1)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
-from sameseed.drafters._followers import PREFILL, Following
-from sameseed.drafters._vocabulary import VOCABULARY
-from sameseed.fields import setting, within
+from sameseed.drafters._followers import Following
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Parts
@@ -21,9 +19,8 @@ class DraftModelDrafter(Following, ChainDrafter):
     """A second model with its own format and cache, in which a Shadow follows each sequence."""
 
     @dataclass(frozen=True)
-    class Options(ChainDrafter.Options):
-        prefill_rows: int = within(512, 1, help=PREFILL)
-        vocabulary: str = setting("", VOCABULARY)
+    class Options(Following.Options, ChainDrafter.Options):
+        """Those of a model, and siblings."""
 
     owns = "model"
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from sameseed.batch import MAX_NODES
 from sameseed.drafters._chains import Chain, ChainDrafter, chain_lengths, draft_of, reading
-from sameseed.drafters._followers import PREFILL, Following
-from sameseed.drafters._vocabulary import VOCABULARY
+from sameseed.drafters._followers import Following
 from sameseed.errors import ConfigError
-from sameseed.fields import setting, within
+from sameseed.fields import setting
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Parts
@@ -29,10 +28,8 @@ class ParallelDrafter(Following, ChainDrafter):
     """
 
     @dataclass(frozen=True)
-    class Options(ChainDrafter.Options):
+    class Options(Following.Options, ChainDrafter.Options):
         mask_token: int = setting(-1, "the id that stands for a token not known yet; -1: as config.json says")
-        prefill_rows: int = within(512, 1, help=PREFILL)
-        vocabulary: str = setting("", VOCABULARY)
 
     owns = "model"
     at_once = True

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from sameseed.drafters._chains import Chain, ChainDrafter, ChainWriter, chain_lengths
 from sameseed.drafters._followers import Guide
-from sameseed.drafters._vocabulary import VOCABULARY, Reducible
-from sameseed.fields import setting, within
+from sameseed.drafters._vocabulary import Reducible
+from sameseed.fields import within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft, LateDraft
 from sameseed.spec.drafter import Parts
@@ -27,14 +27,13 @@ class SelfQuantDrafter(Reducible, ChainDrafter):
     """
 
     @dataclass(frozen=True)
-    class Options(ChainDrafter.Options):
+    class Options(Reducible.Options, ChainDrafter.Options):
         """With a `kv_window` the text stays the same, the acceptance rate may fall, and a draft's pass is shorter."""
 
         kv_window: int = within(
             0, 0, help="a draft attends to so many of the context's last tokens (0: all), in whole cache blocks"
         )
         kv_sink: int = within(16, 0, help="with a kv_window: and to so many of the first tokens")
-        vocabulary: str = setting("", VOCABULARY)
 
     owns = "target"
 

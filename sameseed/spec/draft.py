@@ -111,8 +111,8 @@ class Draft:
             place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
             trees.append(([tokens[i] for i in nodes], [place[parents[i]] for i in nodes]))
             index += [begin + i for i in nodes]
-        sure, levels = (None if x is None else x[index] for x in (self.confidence, self.levels))
-        return replace(Draft.trees(trees), confidence=sure, levels=levels)
+        sure = None if self.confidence is None else self.confidence[index]
+        return replace(Draft.trees(trees), confidence=sure, levels=None if self.levels is None else self.levels[index])
 
     def useful(self, depths: Seq[int], ending: Seq[Set[int]]) -> Draft:
         """The draft without nodes that have depths[b] ancestors or more, or one of the tokens ending[b] among them."""
