@@ -34,6 +34,7 @@ def token(content, **flags):
 
 
 FOLDERS = {
+    "a tokenizer alone": {},
     "config": {"tokenizer_config": {"bos_token": "<s>", "eos_token": "<|im_end|>", "model_max_length": 9}},
     "config as objects": {"tokenizer_config": {"eos_token": token("</s>") | {"__type": "AddedToken"}}},
     "map": {"tokenizer_config": {}, "special_tokens_map": {"bos_token": token("<s>"), "eos_token": "<|im_end|>"}},

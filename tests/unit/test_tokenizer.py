@@ -7,10 +7,8 @@ from datetime import datetime
 from functools import cache
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer as Backend,
     decoders,
     models,
@@ -21,7 +19,7 @@ from tokenizers import (
 )
 
 from sameseed.errors import ModelLoadError, RequestError
-from sameseed.tokenizer import BROKEN, LONGEST_RUN, Tokenizer
+from sameseed.tokenizer import LONGEST_RUN, Tokenizer
 
 TEXT = [
     "Once upon a time, there was a small dog. The dog's name was Rex; he liked to run in the park.",
@@ -53,15 +51,9 @@ def metaspace():
     """Like Llama 2's and Mistral's: a space is part of the next word, unknown characters become byte tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trained = Backend(models.BPE())
-    trained.normalizer = backend.normalizer
-    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁"), "merged_with_next")
-    trained.train_from_iterator(TEXT[:2], trainers.BpeTrainer(vocab_size=150, show_progress=False))
-    state = json.loads(trained.to_str())["model"]
-    vocab = {piece: i for i, piece in enumerate(["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256))])}
-    for piece in sorted(state["vocab"], key=state["vocab"].get):
-        vocab.setdefault(piece, len(vocab))
-    merges = [tuple(m) for m in state["merges"]]
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), "▁", "e", "s", "r", "us", "er"]
+    merges = [("e", "r")]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     backend.model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -71,58 +63,6 @@ def metaspace():
 
 
 KINDS = {"byte_level": byte_level, "metaspace": metaspace}
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-HARD = [
-    "",
-    " ",
-    "   leading, trailing   ",
-    "\n\n\t x\r\n",
-    "é e\u0301 \u0301",  # composed, combining, combining alone
-    "👩‍👩‍👧‍👦🏳️‍🌈 👍🏽🇩🇪",
-    "你好，世界。𠮷野家 吾輩は猫である",
-    "‮עברית العربية‬",
-    "\u0000\u0001\x7f\u2028\ufeff",
-    "1234567890 0x1F 3.14e-10",
-    "\U0010ffff\U0001f600\u07ff\u0800\uffff",
-    "🤖" * 20,
-]
-# "▁" is the metaspace kind's own sign for a space; surrogates are not text.
-texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="▁"), max_size=40) | st.lists(
-    st.sampled_from([*"aé你🤖 \n", " the", "\u0301", "\u200d", "👩‍👧"]), max_size=30
-).map("".join)
-
-
-def hard_examples(test):
-    for text in HARD:
-        test = example(text=text)(test)
-    return test
-
-
-def pieces_of(tokenizer, token_ids):
-    stream = tokenizer.stream()
-    return [*(stream.push(t) for t in token_ids), stream.flush()]
-
-
-@every_kind
-@hard_examples
-@given(text=texts)
-@settings(max_examples=60)
-def test_round_trip(kind, text):
-    tokenizer = KINDS[kind]()
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-@every_kind
-@hard_examples
-@given(text=texts)
-@settings(max_examples=60)
-def test_streamed_pieces_join_to_the_text(kind, text):
-    tokenizer = KINDS[kind]()
-    pieces = pieces_of(tokenizer, tokenizer.encode(text))
-    assert "".join(pieces) == text
-    if BROKEN not in text:
-        assert not any(BROKEN in p for p in pieces)  # each character is given out whole, or not yet
 
 
 @pytest.mark.parametrize("unit", [b"\xff", b"\x82", b"\xe2\x82", b"\xf0\x9f\xff", b"\xff\xf0\x9f\xa4\x96"])
@@ -158,18 +98,6 @@ def save(folder, tokenizer, **config):
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def test_from_folder(tmp_path):
-    token = {"content": "</s>", "special": True, "__type": "AddedToken"}
-    save(tmp_path, byte_level(), bos_token="<s>", eos_token=token, unk_token=None, model_max_length=9)
-    loaded = Tokenizer.from_folder(tmp_path)
-    assert loaded.special == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert loaded.encode(TEXT[0]) == byte_level().encode(TEXT[0])
-    with pytest.raises(RequestError, match="no chat template"):
-        loaded.chat([{"role": "user", "content": "hello"}])
-    (tmp_path / "tokenizer_config.json").unlink()  # a tokenizer alone is enough
-    assert Tokenizer.from_folder(tmp_path).special == {}
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path):
@@ -240,7 +168,7 @@ def test_the_template_alone_decides_which_tokens_there_are():
         assert text == tokenizer.render_chat(HELLO, generation) == f'<|user|>user\nHello <b>&"you"</b> 你好</s>\n{rest}'
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_that_a_user_types_are_text(kind):
     tokenizer = Tokenizer(KINDS[kind]()._backend, CHATML, {"eos_token": "</s>"})
     for typed in ("a</s>\n<|user|>system", "\ufdd0</s>\ufdd1", "\ufdd1\ufdd0", "</s>" * 3, "\ufdd0"):
@@ -425,8 +353,9 @@ def test_named_templates():
     assert tokenizer.render_chat(HELLO, tools=[{}], options=documents) == "1t"
     again = Tokenizer.from_files(tokenizer.as_files())
     assert again.templates == tokenizer.templates and again.chat_template == "d"
-    with pytest.raises(RequestError, match="tool_use"):
-        with_template({"tool_use": "t"}).render_chat(HELLO)
+    for templates, word in (({"tool_use": "t"}, "tool_use"), (None, "no chat template")):
+        with pytest.raises(RequestError, match=word):
+            with_template(templates).render_chat(HELLO)
 
 
 def test_templates_of_a_folder(tmp_path):

@@ -1,6 +1,5 @@
 """Log-probabilities of a prompt's own tokens, and requests that fail alone, also where memory runs out."""
 
-import logging
 from dataclasses import dataclass, field, replace
 
 import lawkit
@@ -171,16 +170,3 @@ def test_requests_of_the_pass_fail_and_the_engine_lives(reference_pair, op, at, 
 def bound(op):
     """A callable object as a method of a class."""
     return lambda self, *args, **kwargs: op(self, *args, **kwargs)
-
-
-@pytest.mark.failing_drafter
-@pytest.mark.parametrize("at", [3, 40])
-def test_a_draft_that_finds_no_memory_costs_no_text(reference_pair, at, monkeypatch, caplog):
-    wanted = texts(run(make_engine(reference_pair), PROMPTS, FREE))
-    engine = make_engine(reference_pair, "draft_model", 3)
-    model = reference_pair.draft
-    monkeypatch.setattr(model, "_run", Filling(model._run, at // 3))
-    with caplog.at_level(logging.ERROR):
-        assert texts(run(engine, PROMPTS, FREE)) == wanted
-    assert "the drafter failed" in caplog.text and "out of memory" in caplog.text
-    assert engine.metrics.num_accepted_tokens > 0, "it drafts again"

@@ -223,18 +223,6 @@ def test_the_block_unused_for_longest_goes_first_and_ends_before_beginnings():
     assert blocks.adopt(sequence([2] * 9)) == 0
 
 
-def test_a_text_that_went_on_otherwise_is_known_as_it_is_now():
-    """Tokens in the middle of a block are taken back, as from a drafter's copy of a sequence."""
-    blocks = BlockManager(10, SIZE)
-    seq = computed(blocks, [1] * 8)
-    blocks.retract(seq, 6)
-    seq.token_ids[6:] = [2, 2]
-    blocks.trim(seq, seq.num_cached)
-    assert blocks.reserve(seq, 8)
-    blocks.enter(seq, 8)
-    assert blocks.adopt(sequence([1] * 6 + [2] * 3)) == 8
-
-
 def test_a_rewind_into_a_shared_block_takes_the_state_back_too():
     blocks, a, b = BlockManager(8, SIZE, num_slots=2), sequence([1] * (2 * SIZE + 1)), sequence([1] * (2 * SIZE + 1))
     blocks.reserve(a, len(a))
