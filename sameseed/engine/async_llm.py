@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence as Seq
 from typing import Any
 
-from sameseed.engine.front import Front, Message, Prompt
+from sameseed.engine.llm import Front, Message, Prompt
 from sameseed.errors import RequestError, SameseedError
 from sameseed.request import Completion, Delta, Request, SamplingParams
 

@@ -178,7 +178,7 @@ class Worker:
             self.send(frames.Deltas(items, self._stats() if ended else None))
 
     def _add(self, engine: Engine, add: Add, make: MakeGrammar | None) -> None:
-        from sameseed.engine.front import make_requests
+        from sameseed.engine.llm import make_requests
 
         names = ("tenant", "owner", "priority", "detailed", "speculation", "score_prompt")
         shared = {name: getattr(add, name) for name in names}

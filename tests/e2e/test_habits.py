@@ -11,7 +11,7 @@ from lawkit import assert_nothing_left
 import sameseed
 from sameseed import LLM, AsyncEngineArgs, SamplingParams, habits
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
-from sameseed.engine import front
+from sameseed.engine import llm as door
 from sameseed.engine.settings import Settings
 from sameseed.errors import RequestError, SameseedError
 from sameseed.fields import hints
@@ -33,7 +33,7 @@ def llm(pair_folders):
 
 @pytest.mark.parametrize(("there", "here"), ROWS)
 def test_a_row_of_the_page(there, here, llm, monkeypatch):
-    monkeypatch.setattr(front, "build_engine", lambda *asked: SimpleNamespace(asked=asked, tokenizer=None))
+    monkeypatch.setattr(door, "build_engine", lambda *asked: SimpleNamespace(asked=asked, tokenizer=None))
 
     def made(*given, **more):
         return LLM(*given, **more).engine.asked
