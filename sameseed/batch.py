@@ -188,8 +188,7 @@ class Rows:
 
 def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
     """For each node, the 64-bit mask of itself and its ancestors, and its depth (0: child of the last known token)."""
-    masks: list[int] = []
-    depths: list[int] = []
+    masks, depths = list[int](), list[int]()
     for i, parent in enumerate(parents):
         masks.append(1 << i if parent < 0 else masks[parent] | 1 << i)
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -201,14 +200,8 @@ def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = 
 
     The batch is made on the CPU, and copied to `device` if one is given. (A model copies it itself before its ops.)
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    masks: list[int] = []
+    token_ids, positions, slots, masks, logit_rows, kv_lens, left_out = (list[int]() for _ in range(7))
     offsets = [0]
-    logit_rows: list[int] = []
-    kv_lens: list[int] = []
-    left_out: list[int] = []
     for r in rows:
         start, kv_len = r.num_cached, r.num_cached + len(r.pending)
         unseen = (r.unseen[1] - r.unseen[0]) * block_size
@@ -259,8 +252,7 @@ def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tu
     Each part begins at a multiple of 16 bytes. For other alignments a GPU compiler would compile a variant of each
     kernel for every pattern of alignments.
     """
-    flat: list[int] = []
-    sizes: list[int] = []
+    flat, sizes = list[int](), list[int]()
     for part in parts:
         flat += part
         spare = -len(part) % 4

@@ -1,8 +1,7 @@
 """Conversations rewritten for chat templates that refuse them, or drop a part of them without a word.
 
 A template is asked on a small conversation of the same kind, with marks in it. A rewrite is used only if marks are
-missing from its text (or it refuses), and all are there once the small conversation is rewritten too: what a template
-takes stays as it is.
+missing from its text (or it refuses), and all are there once the small conversation is rewritten too.
 """
 
 from __future__ import annotations
@@ -101,19 +100,14 @@ def _one_call_each(messages: Messages) -> Messages:
         if len(calls) < 2:
             made.append(answer)
             continue
-        results = list(takewhile(lambda m: m["role"] in OF_TOOLS, messages[at:]))
-        at += len(results)
-        ids = [call.get("id") for call in calls]
-        for number, call in enumerate(calls):
-            made.append({**answer, "tool_calls": [call]} if number == 0 else _answer([call]))
-            made += [r for n, r in enumerate(results) if _call_of(r, n, ids) == number]
+        ids, of_call = [call.get("id") for call in calls], [list[Mapping[str, Any]]() for _ in calls]
+        for number, result in enumerate(takewhile(lambda m: m["role"] in OF_TOOLS, messages[at:])):
+            known = result.get("tool_call_id")  # a result belongs to the call with its id, or else in turn
+            of_call[ids.index(known) if ids.count(known) == 1 else min(number, len(ids) - 1)].append(result)
+        at += sum(map(len, of_call))
+        for number, (call, results) in enumerate(zip(calls, of_call)):
+            made += [{**answer, "tool_calls": [call]} if number == 0 else _answer([call]), *results]
     return made if len(made) > len(messages) else messages
-
-
-def _call_of(result: Mapping[str, Any], number: int, ids: Seq[Any]) -> int:
-    """Which call this result belongs to: by its id, or else (as the result of this number) in turn."""
-    known = result.get("tool_call_id")
-    return ids.index(known) if ids.count(known) == 1 else min(number, len(ids) - 1)
 
 
 def _text_in_reasoning(messages: Messages) -> Messages:

@@ -86,10 +86,8 @@ class ChatTemplate:
     def _forms(self, messages: Messages) -> Iterator[list[dict[str, Any]]]:
         """Forms of the messages, those that most templates take first.
 
-        Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
-        is left out; one that asks whether the content is none is told so. The arguments of calls are objects where they
-        are the text of one; then all are as they came; at last all are objects. Each form is followed by the same with
-        "" where there is no content.
+        The arguments of calls are objects where they are the text of one; then all are as they came; at last all are
+        objects. Each form is followed by the same with "" where there is no content.
         """
         given = [self._message(m, opened) for m in messages]
         as_came = [self._message(m, lambda call: call) for m in messages]
@@ -108,7 +106,11 @@ class ChatTemplate:
         return "".join(kept)
 
     def _message(self, message: Mapping[str, Any], opener: Callable[[Any], Any]) -> dict[str, Any]:
-        """The message as the template takes it; `opener` is applied to each of its calls."""
+        """The message as the template takes it; `opener` is applied to each of its calls.
+
+        Templates that list the parts of a content get lists, the others text. As in transformers, a field that is None
+        is left out; one that asks whether the content is none is told so.
+        """
         made = {name: value for name, value in message.items() if value is not None}
         if isinstance(calls := made.get("tool_calls"), list | tuple):
             made["tool_calls"] = list(map(opener, calls))
@@ -131,8 +133,11 @@ def _check(message: Any) -> None:
     """Raise RequestError for a message without a role or content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message needs 'role' and 'content', both text, got {message!r}")
-    content = message.get("content")
-    parts = isinstance(content, list | tuple) and all(map(_is_text, content))
+    content, kinds = message.get("content"), ("text", "input_text", "output_text")
+    parts = isinstance(content, list | tuple) and all(
+        isinstance(part, Mapping) and part.get("type") in kinds and isinstance(part.get("text"), str)
+        for part in content
+    )
     if not (isinstance(content, str) or parts or (content is None and message["role"] == "assistant")):
         raise RequestError(f"the content of a message must be text, or a list of text parts, got {message!r}")
 
@@ -207,14 +212,6 @@ def _is_content(node: nodes.Node, named: set[str]) -> bool:
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
         isinstance(node, nodes.Name) and node.name in named
-    )
-
-
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") in ("text", "input_text", "output_text")
-        and isinstance(part.get("text"), str)
     )
 
 

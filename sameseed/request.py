@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import InitVar, asdict, dataclass, field
@@ -41,8 +42,8 @@ def _in_any_words(cls: type[T]) -> type[T]:
 class SamplingParams:
     """How tokens are chosen. The defaults are greedy decoding of at most 128 tokens.
 
-    `top_k` -1 means off, too. Of `n` completions the first uses the seed itself, the others use seeds derived from it.
-    Log-probabilities are those of the processed distribution. Raises RequestError for a value out of range.
+    Of `n` completions the first uses the seed itself, the others use seeds derived from it. Log-probabilities are those
+    of the processed distribution. Raises RequestError for a value out of range.
     """
 
     max_tokens: int = within(128, 1, help="longest answer in tokens")
@@ -155,8 +156,7 @@ class Grammar(Protocol):
     def allowed(self, output: Seq[int], path: Seq[int]) -> Any:
         """bool [V]: the tokens that may come after the output's tokens and then the draft tokens `path`.
 
-        The result must depend on these two arguments only, so that draft tokens have no lasting effect. Caching is
-        allowed.
+        The result must depend on these two arguments only, so that draft tokens have no lasting effect.
         """
 
     def another(self) -> Grammar:
@@ -215,12 +215,6 @@ class TimeSplit:
         self.schedule += other.schedule * share
 
 
-COUNTERS = (
-    *("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rollbacks"),
-    *("num_ahead", "num_ahead_kept"),
-)  # fields of SpecMetrics that are plain sums
-
-
 @dataclass
 class SpecMetrics:
     """Counters of speculation for one sequence or for a whole run (named as in vLLM)."""
@@ -239,8 +233,7 @@ class SpecMetrics:
     def update(self, num_draft: int, num_accepted: int, ahead: bool | None = None) -> None:
         """Count one round with `num_draft` draft tokens, `num_accepted` of which (a path) were accepted.
 
-        All accepted tokens count, even if the text ends inside the accepted path. `ahead`: None if the drafter waited,
-        else whether the tokens that it drafted ahead are usable.
+        `ahead`: None if the drafter waited, else whether the tokens that it drafted ahead are usable.
         """
         self.num_rounds += 1
         self.num_ahead += ahead is not None
@@ -297,12 +290,14 @@ class SpecMetrics:
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
 
+COUNTERS = [f.name for f in dataclasses.fields(SpecMetrics) if isinstance(f.default, int)]  # plain sums
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A running request. `token_ids` are known so far; keys and values of the first `num_cached` are in the cache.
 
-    The other tokens are pending. `blocks` are the sequence's cache blocks. There are no separate phases: prefill is a
-    sequence with many pending tokens, decoding is a sequence with one pending token.
+    The other tokens are pending. There are no phases: a prompt is many pending tokens, decoding is one.
     """
 
     seq_id: int

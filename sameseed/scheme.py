@@ -242,13 +242,13 @@ def kv_formats(name: str) -> tuple[Format, Format]:
 
     Each may be piecewise: "bf16+int4" for near and far tokens.
     """
+
+    def half(name: str, keys: bool) -> Format:
+        near, _, far = name.partition("+")
+        return Piecewise(kv_format(near), kv_format(far), keys) if "+" in name else kv_format(near)
+
     keys, _, values = name.partition("/")
-    return _half(keys, True), _half(values if "/" in name else keys, False)
-
-
-def _half(name: str, keys: bool) -> Format:
-    near, _, far = name.partition("+")
-    return Piecewise(kv_format(near), kv_format(far), keys) if "+" in name else kv_format(near)
+    return half(keys, True), half(values if "/" in name else keys, False)
 
 
 def kv_row_bytes(name: str, head_dim: int) -> int:
@@ -258,12 +258,9 @@ def kv_row_bytes(name: str, head_dim: int) -> int:
 
 
 def cache_format(asked: str, dense: str) -> str:
-    """Storage format of a cache: as asked; for "auto" the dense weights' format if that is bf16 or fp16, else fp32.
-
-    "int8/int8" becomes "int8", a name that kernels know.
-    """
+    """Storage format of a cache: as asked; for "auto" the dense weights' format if that is bf16 or fp16, else fp32."""
     keys, _, values = asked.partition("/")
-    asked = keys if keys == values else asked
+    asked = keys if keys == values else asked  # "int8/int8": kernels know it by one name
     return asked if asked != "auto" else dense if dense in ("bf16", "fp16") else "fp32"
 
 
@@ -301,10 +298,7 @@ def scaled(x: Tensor, a: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scaled queries q [..., D] rounded to `dtype`, the `query_dtype` of the cache's format; returned as float32.
-
-    int8: codes times scales, by row and head (`quantize_rows`).
-    """
+    """Scaled queries q [..., D] rounded to `dtype`, the `query_dtype` of the cache's format; returned as float32."""
     if dtype is not torch.int8:
         return q.to(dtype).float()
     codes, scales = quantize_rows(q)
@@ -314,8 +308,7 @@ def round_queries(q: Tensor, dtype: torch.dtype) -> Tensor:
 def round_rows(x: Tensor, group: int | None = None) -> Tensor:
     """Rows x [..., K] rounded to e4m3 by row and group (None: the whole row), float32: the fp8 rule for activations.
 
-    For each group: a = max |x|, value = e4m3(x * (448 / a)) * (a / 448), rounded to nearest even. An a below 2^-100
-    counts as 0 (values 0). NaN or infinity make the whole group NaN.
+    As `quantize_rows`, with 448 for 127 and e4m3 values for codes. NaN or infinity make the whole group NaN.
     """
     groups = _in_groups(x, group)
     values, scales = scaled(groups, groups.abs().amax(-1, keepdim=True), 448.0)
@@ -323,20 +316,16 @@ def round_rows(x: Tensor, group: int | None = None) -> Tensor:
 
 
 def split_outliers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows x [..., K] without outliers, to be quantized, and the outliers alone, which stay floats; 0 elsewhere.
+    """Rows x [..., K] without outliers (magnitudes above 6), to be quantized, and the outliers alone; 0 elsewhere.
 
-    A number is an outlier if its magnitude is above 6, independent of other rows. After Dettmers et al. (2022),
-    "LLM.int8()", where a whole column is kept if one row of a pass has an outlier in it, so that rows depend on others.
+    After Dettmers et al. (2022), "LLM.int8()", but there a row's outlier keeps a whole column of all rows of a pass.
     """
     beyond = x.abs() > OUTLIER
     return x.masked_fill(beyond, 0.0), x.masked_fill(~beyond, 0.0)
 
 
 def float_rows(x: Tensor, q: QuantTensor) -> Tensor:
-    """Rows x [..., K] as a product with `q` reads them, float32, if the activations of `q` are floats.
-
-    "fp8": `round_rows` in the weight's groups; "bf16": rounded to nearest even; None: unchanged.
-    """
+    """Rows x [..., K] as a product with `q` reads them, float32, if its activations are floats (see `QuantTensor`)."""
     if q.activations == "bf16":
         return x.bfloat16().float()
     return x if q.activations is None else round_rows(x, q.group)
@@ -366,10 +355,7 @@ _SUFFIXES = re.compile(
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a model's matrices are stored and multiplied; norms and biases stay float32.
-
-    Raises ConfigError for what the format does not support, RegistryError for an unknown format.
-    """
+    """How a model's matrices are stored and multiplied; norms and biases stay float32. Raises as `parse`."""
 
     weights: str = "auto"  # a format's name, or "auto": what the checkpoint stores
     group: int | None = None  # see QuantArgs; None: the format's choice for each K; CHANNEL: all of a row
@@ -394,10 +380,9 @@ class QuantScheme:
             raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {known}")
         needed = {None: None, "int8": "activations"}.get(self.activations, f"activations-{self.activations}")
         if needed is not None and needed not in options:
+            able = [name for name, (_, activations) in PRESETS.items() if activations == self.activations]
             raise ConfigError(
-                f"weights in {self.weights!r} take no activations in {self.activations!r}: only integer weights take "
-                "int8 activations (w8a8, w8a8n, w4a8, w4a8-qoq), only fp8 weights fp8 ones (fp8-a8), only bf16 weights "
-                "bf16 ones (bf16-a16), only int8 weights ones with outliers apart (w8a8-outliers)"
+                f"weights in {self.weights!r} take no activations in {self.activations!r}; {', '.join(able)} do"
             )
 
     @classmethod
@@ -495,10 +480,7 @@ class QuantScheme:
         return get(self.format_for(dtype)).bits_per_weight(width, self.args(width))
 
     def encode(self, weight: Tensor) -> QuantTensor:
-        """Store a dense weight [O, K] by this scheme. Raises ConfigError as `args` does.
-
-        With "auto" the weight stays dense and takes activations as they are; int8 ones are for integer checkpoints.
-        """
+        """Store a dense weight [O, K] by this scheme; with "auto" it stays dense. Raises ConfigError as `args` does."""
         q = get(self.format_for(weight.dtype)).encode(weight, self.args(weight.shape[1]))
         return q if self.weights == "auto" else replace(q, activations=self.activations)
 

@@ -128,7 +128,7 @@ class Loser:
     """Settings that were not chosen, and the reason.
 
     `why`: "slower", "first token", "memory", "late" (a bound was missed), "quality", "dominated" (by prediction),
-    "time" (no time was left to measure them), or "impossible" (`note` says why).
+    "time" (none was left to measure them), or "impossible" (`note` says why).
     """
 
     settings: Mapping[str, Any]
@@ -186,8 +186,7 @@ class Tuned:
         rates = tuned.acceptance
         chances = (*rates.conditional_accept_rates, *rates.marginal_accept_rates)
         right = all(0 <= chance <= 1.000001 for chance in chances) and 1 <= rates.mean_accept_length < math.inf
-        right &= all(0 <= length <= MAX_DRAFT_TOKENS for _, length in tuned.chosen.by_batch)
-        if not right:
+        if not (right and all(0 <= length <= MAX_DRAFT_TOKENS for _, length in tuned.chosen.by_batch)):
             raise ConfigError(f"{where} has impossible chances or draft lengths; tune again")
         return tuned
 

@@ -51,7 +51,7 @@ def test_unknown_names_suggest_the_near_one(text, near):
         ("w4a8-g48", "no groups of 48, only of 32, 64, 128;"), ("bf16-g32", "no groups of 32;"),
         ("w8a8-asym", "no zero points; leave out -asym, or take w4a8"), ("qoq-asym", "no zero points"),
         ("nf4-b128", "no variant -b128; it has -dq"), ("fp8-b64", "no variant -b64; it has -auto, -b128"),
-        ("w4a8-g", "no variant -g; it has none"), ("nf4-a8", "only integer weights take int8 activations"),
+        ("w4a8-g", "no variant -g; it has none"), ("nf4-a8", "w4a8"),
         ("int4_sparse", "serves the KV cache only"),
     ],
 )  # fmt: skip
