@@ -76,9 +76,9 @@ class Batch:
 
     First come its `num_pending[b]` pending rows, at positions `kv_lens[b] - num_pending[b]` .. `kv_lens[b] - 1`, then
     its draft nodes. Node i is stored at index `kv_lens[b] + i` of the sequence; its position is `kv_lens[b] + depth`.
-    `tree_mask` is 0 for a pending row. For node i, bit j is set if node j is i itself or an ancestor of i, which an
-    earlier pass may have stored. If rows attend to only a part of their sequence, `block_tables` and `kv_lens` describe
-    that part, and `key_positions` count within it.
+    `tree_mask` is 0 for a pending row. For node i, bit j is set if node j is i itself or an ancestor of i. If rows
+    attend to only a part of their sequence, `block_tables` and `kv_lens` describe that part, and `key_positions` count
+    within it.
     """
 
     token_ids: Tensor  # int32 [T]
@@ -108,7 +108,7 @@ class Batch:
     def without_chains(self) -> Batch:
         """This batch on the CPU, with chains of draft nodes described as pending rows, which see the same keys.
 
-        Attention computes the same bits for them (the law of rows), but can process the keys that they share in blocks.
+        Attention computes the same bits for them, but can process the keys that they share in blocks.
         """
         if self.tree_mask is None:
             return self
@@ -196,9 +196,9 @@ def ancestor_masks(parents: Seq[int]) -> tuple[list[int], list[int]]:
 
 
 def build_batch(rows: Seq[Rows], block_size: int, device: torch.device | None = None) -> Batch:
-    """Make one Batch of the rows of several sequences. Blocks must be reserved for pending rows and nodes.
+    """Make one Batch of the rows of several sequences, on the CPU, and copy it to `device` if one is given.
 
-    The batch is made on the CPU, and copied to `device` if one is given. (A model copies it itself before its ops.)
+    Blocks must be reserved for pending rows and nodes.
     """
     token_ids, positions, slots, masks, logit_rows, kv_lens, left_out = (list[int]() for _ in range(7))
     offsets = [0]
@@ -249,8 +249,8 @@ def pack(numbers: Seq[list[int]], blocks: Seq[Seq[int]], masks: list[int] | None
 def int_tensors(parts: Seq[list[int]], device: torch.device | None = None) -> tuple[Tensor, ...]:
     """Each part as an int32 tensor. All are views of one tensor, since each tensor, and each copy, costs microseconds.
 
-    Each part begins at a multiple of 16 bytes. For other alignments a GPU compiler would compile a variant of each
-    kernel for every pattern of alignments.
+    Each part begins at a multiple of 16 bytes: else a GPU compiler would compile each kernel for every pattern of
+    alignments.
     """
     flat, sizes = list[int](), list[int]()
     for part in parts:

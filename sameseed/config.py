@@ -92,7 +92,7 @@ def parse_draft(text: str) -> SpecConfig:
     """A SpecConfig from text: a drafter's name, a model (a folder, a hub id, "embedded-draft"), or `name:model`.
 
     `a + b`: drafter a first, and b if a has no draft. `a > m`: model m writes the draft, helped by drafter a. `+` binds
-    tighter than `>`; brackets group. Raises ConfigError with the place.
+    tighter than `>`; brackets group. Raises ConfigError.
     """
     if text in registry.names("drafters") or os.path.exists(os.path.expanduser(text)):
         return _atom(text)

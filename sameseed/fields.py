@@ -22,8 +22,8 @@ LARGEST = sys.float_info.max  # an upper bound that keeps infinity out
 def parse(kind: type[T], data: object, where: str = "") -> T:
     """The dataclass `kind` from a mapping; nested tables become dataclasses or tuples of them.
 
-    A whole number is accepted for a float, and for a string (its digits). `where` begins the text of errors.
-    Raises ConfigError for an unknown key (naming the nearest), a missing key, or a value of a wrong type.
+    A whole number is accepted for a float, and for a string (its digits). Raises ConfigError, whose text begins with
+    `where`, for an unknown or a missing key, or a value of a wrong type.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or 'options'}: expected a table, got {data!r}")
@@ -64,7 +64,7 @@ def check(options: object, error: type[SameseedError] = ConfigError) -> None:
 def check_ranges(options: object, name: Callable[[str], str] = str) -> None:
     """Raise ConfigError if a field of a dataclass that is `within` bounds holds a number out of them.
 
-    A list's numbers must all lie within, and it must hold one. `name` gives a field's name in errors.
+    All numbers of a list must lie within, and it must hold one. `name` gives a field's name in errors.
     """
     for f in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass
         value, (low, high, above) = getattr(options, f.name), f.metadata.get("within", (0, 0, None))
@@ -96,10 +96,7 @@ def check_keys(
 
 
 def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
-    """The value as type `kind`: a class, a union of classes, `tuple[X, ...]`, a mapping, a dataclass.
-
-    Raises ConfigError for a value of another type.
-    """
+    """The value as type `kind`: a class, a union, `tuple[X, ...]`, a mapping, a dataclass. Raises ConfigError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for choice in arguments:

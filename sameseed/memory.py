@@ -17,9 +17,8 @@ LEAST = 1 << 28  # bytes of a file that is worth it
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process may still take without swapping; 4 GiB, a cautious value, where nothing tells.
 
-    The least of what the machine has, what is left of its control groups' limits (memory.max and memory.high of version
-    2, memory.limit_in_bytes of version 1, of every group around it), and of RLIMIT_AS and RLIMIT_DATA. Memory brought
-    in ahead counts as free. `root`: of /proc and /sys.
+    The least of what the machine has and what is left of the limits of its control groups (of versions 1 and 2) and of
+    RLIMIT_AS and RLIMIT_DATA. Memory brought in ahead counts as free. `root`: of /proc and /sys.
     """
     done, reserved = sum(a.done for a in _begun), sum(a.size for a in _begun)
     rooms = [room + done for room in _group_rooms(root)] + [room + reserved for room in _rlimit_rooms()]
@@ -82,8 +81,8 @@ def _sizes(file: Path) -> dict[str, int]:
 class Ahead:
     """Memory on huge pages that a thread brings in, from its start, until `stop`.
 
-    Where a page was never used, its first touch takes the kernel up to three seconds a gigabyte, as long as all the
-    rest of loading; and importing PyTorch keeps only one core busy.
+    The first touch of a page takes the kernel up to three seconds a gigabyte, as long as all the rest of loading; and
+    importing PyTorch keeps only one core busy.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,8 +1,7 @@
 """Registries: a folder of modules, one entry per file. The file's name is the key; a file is loaded on first use.
 
-A file whose name begins with an underscore is not an entry. An installed package can add entries by entry points of the
-group `sameseed.<registry>` (`sameseed.drafters`, `sameseed.formats`), each of which names a module like those in the
-folder.
+A file whose name begins with an underscore is not an entry. Installed packages add entries by entry points of the group
+`sameseed.<registry>`, each of which names a module.
 """
 
 from __future__ import annotations

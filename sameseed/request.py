@@ -98,7 +98,7 @@ class SamplingParams:
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raise RequestError for what this model cannot do: token ids beyond its vocabulary, texts beyond its context.
 
-        The default of `max_tokens` fits every context: there the text ends where the context does.
+        The default of `max_tokens` fits every context: there the text ends.
         """
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
             check_token_ids(name, getattr(self, name) or (), vocab_size)

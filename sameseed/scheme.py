@@ -1,7 +1,4 @@
-"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a model's formats).
-
-Each module of the registry `formats` defines one `FORMAT`, an object with the attributes and methods of `Format`.
-"""
+"""How numbers are stored: QuantTensor (a weight), KVLayer (a layer of the cache), QuantScheme (a model's formats)."""
 
 from __future__ import annotations
 
@@ -42,10 +39,10 @@ class QuantArgs:
 class QuantTensor:
     """A weight [O, K] stored in one format; `parts` are its tensors by name (dense formats: one, "weight").
 
-    `activations` says how rows of x are rounded before the product. "int8": quantized in the weight's groups
-    (`quantize_rows`). "fp8": rounded to e4m3 (`round_rows`). "bf16": rounded to bfloat16. "outliers": as "int8", but
-    numbers beyond `OUTLIER` stay floats (`split_outliers`). None: x stays float32. `order`: column i of codes and
-    scales is column order[i] of the weight (GPTQ's act-order). Products gather x by it; `decode` restores the columns.
+    `activations` says how rows of x are rounded before the product. "int8": in the weight's groups (`quantize_rows`).
+    "fp8": to e4m3 (`round_rows`). "bf16": to bfloat16. "outliers": as "int8", but numbers beyond `OUTLIER` stay floats
+    (`split_outliers`). None: x stays float32. `order`: column i of codes and scales is column order[i] of the weight
+    (GPTQ's act-order). Products gather x by it; `decode` restores the columns.
     """
 
     format: str
@@ -92,9 +89,10 @@ class KVLayer:
 
 
 class Format:
-    """A number format, for weights and for the cache. The first axis of weight parts is O.
+    """A number format, for weights and for the cache: one `FORMAT` in each module of the registry `formats`.
 
-    Methods for what a format does not support raise ConfigError. uint8 codes of 1, 2 or 4 bits are packed in files.
+    The first axis of weight parts is O. Methods for what a format does not support raise ConfigError. uint8 codes of 1,
+    2 or 4 bits are packed in files.
     """
 
     name: str
@@ -197,8 +195,8 @@ class Piecewise(Cached):
     """Keys or values that are stored in format `near`; far tokens are read as if they were stored in format `far`.
 
     A token is far if it is neither among the first 32 tokens nor in a group of 32 that holds one of a query's last 128
-    tokens. This depends on the two positions only (law 1). Keys are rounded by channel and group, values by token (Liu
-    et al., 2024, "KIVI"; the first tokens: Xiao et al., 2024). Memory use is that of `near`: stored rows do not change.
+    tokens: by the two positions only (law 1). Keys are rounded by channel and group, values by token (Liu et al., 2024,
+    "KIVI"; the first tokens: Xiao et al., 2024). Memory use is that of `near`.
     """
 
     def __init__(self, near: Format, far: Format, keys: bool) -> None:

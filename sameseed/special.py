@@ -1,7 +1,4 @@
-"""Special and end tokens of a model's folder: the one place that reads the files that name them, as transformers does.
-
-A GGUF file's are in its keys: see `models.gguf.config`.
-"""
+"""Special and end tokens of a model's folder: what reads the files that name them, as transformers does."""
 
 from __future__ import annotations
 
@@ -99,8 +96,8 @@ def special_tokens(folder: Path) -> dict[int, list[str]]:
 def end_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, list[str]]:
     """The ids of a folder's end tokens, with the files that name them. `config`: its config.json.
 
-    It is the union of generation_config.json, config.json (its text_config too) and the tokenizer's eos_token, as in
-    vLLM, SGLang and mlx-lm. Raises ModelLoadError.
+    The union of generation_config.json, config.json (its text_config too) and the tokenizer's eos_token, as in vLLM,
+    SGLang and mlx-lm. Raises ModelLoadError.
     """
     found: dict[int, list[str]] = {}
     text, size = config.get("text_config"), config.get("vocab_size")

@@ -1,7 +1,7 @@
 """Files of our own: each is written whole or not at all. Those with users' texts are for their owner alone.
 
 Also a disk cache of measurements: arrays in .npz files, keyed by a digest of everything that they depend on. A file
-that cannot be read, or makes no sense, is ignored with a warning, and the measurement is repeated.
+that cannot be read, or makes no sense, is measured again.
 """
 
 from __future__ import annotations

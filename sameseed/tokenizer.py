@@ -236,8 +236,8 @@ class Tokenizer(habits.Hinted):
     ) -> str:
         """A conversation of {"role", "content"} messages as text, rendered by the chat template in a sandbox.
 
-        `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`.
-        `guarded`: for `encode_chat`. Raises RequestError if there is no template or if it refuses the messages.
+        `tools`: in OpenAI's format. `options`: further variables of the template, such as `enable_thinking`. `guarded`:
+        for `encode_chat`. Raises RequestError.
         """
         values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
         if guarded:
@@ -262,8 +262,8 @@ class Tokenizer(habits.Hinted):
 class IncrementalDecoder:
     """Decodes token by token what follows `before`; a character is returned once it is complete.
 
-    The pieces join to decode(before + tokens) without decode(before): what differs from decode(before) on, where the
-    tokens complete its last character. A few tokens are kept as context, since decoders treat a text's start apart.
+    The pieces join to what decode(before + tokens) has beyond decode(before). A few tokens are kept as context, since
+    decoders treat a text's start apart.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Seq[int] = ()) -> None:

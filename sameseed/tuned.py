@@ -1,7 +1,4 @@
-"""Tuned: the profile (a TOML file) that `sameseed tune` writes and LLM, serve, generate, chat and bench read.
-
-A profile holds the chosen settings, the machine, model and texts for which they were chosen, and what else was tried.
-"""
+"""Tuned: the profile (a TOML file) that `sameseed tune` writes and LLM, serve, generate, chat and bench read."""
 
 from __future__ import annotations
 
@@ -141,9 +138,9 @@ class Loser:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A profile; `predicted`, `measured`, `quality`: figures by name.
+    """A profile: the chosen settings, the machine, model and texts for which they were chosen, and what else was tried.
 
-    Names are tokens_per_s, speedup, ttft_s and perplexity_ratio.
+    `predicted`, `measured`, `quality`: figures by name: tokens_per_s, speedup, ttft_s and perplexity_ratio.
     """
 
     machine: TunedMachine

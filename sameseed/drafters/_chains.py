@@ -59,7 +59,7 @@ class ChainDrafter(Drafter):
 class Chain:
     """A chain of draft tokens after a sequence: `sure` holds path probabilities, `ended` is true if it must not grow.
 
-    `beside`: alternative tokens at each position, with the probabilities of the paths to them.
+    `beside`: alternative tokens at each position, with their path probabilities.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Chain:
         """Append, position by position, the first (token, probability) found there; the others become alternatives.
 
         The chain ends before a token that is FAILED or not below `vocab_limit`, and after one that is less probable
-        than `least` or of `ending`. Nothing is looked for after its end.
+        than `least` or of `ending`.
         """
         for (token, sure), *others in found:
             if token == FAILED or token >= vocab_limit:
@@ -134,9 +134,9 @@ class ChainWriter:
     """Writes chains with a model, one token per pass, for all sequences of a batch together.
 
     A chain ends early if the policy says so, after a token that ends its text, at the model's context limit, and before
-    a token id of `vocab_limit` or above. Confidence is that of the path to a token: the product of the tokens'
-    probabilities up to there. The noise is the target's own (coupled sampling). With `siblings` each position gets
-    alternative tokens. Each `shadow` is a sequence of the model that ends with its chain's tokens.
+    a token id of `vocab_limit` or above. Confidence is the product of the tokens' probabilities up to there. The noise
+    is the target's own (coupled sampling). With `siblings` each position gets alternative tokens. Each `shadow` is a
+    sequence of the model that ends with its chain's tokens.
     """
 
     def __init__(self, runner: ModelRunner, policy: LengthPolicy, vocab_limit: int, siblings: int = 0) -> None:
@@ -151,9 +151,8 @@ class ChainWriter:
     ) -> Draft | LateDraft:
         """A draft of all sequences from their `chains`; those of sequences with shadows are extended before.
 
-        The arguments are by index of the sequence; num_nodes[b]: the most nodes. If the device can choose the tokens,
-        and the host need not see them before the target's pass, the result is a LateDraft, whose tokens the host has
-        not read yet.
+        The arguments are by index of the sequence; num_nodes[b]: the most nodes. A LateDraft if the device can choose
+        the tokens, and the host need not see them before the target's pass.
         """
         own, growing, most = list(shadows.values()), [chains[b] for b in shadows], [lengths[b] for b in shadows]
 
@@ -243,10 +242,7 @@ class ChainWriter:
     def _grow_at_once(
         self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], logits: Tensor, going: Callable[[], bool]
     ) -> bool:
-        """Write empty chains, with siblings, in one backend call, from the logits [B, V] after each sequence.
-
-        Returns False, with nothing done, if the backend cannot do this.
-        """
+        """Write empty chains, with siblings, in one backend call, from logits [B, V]; False: it cannot."""
         runner, policy, least = self.runner, self.policy, self.policy.least_probability
         most, eos = runner.model.max_model_len, self._eos
         ids = None if runner.model.token_ids is None else runner.model.token_ids.cpu().numpy().astype(np.int32)
@@ -303,8 +299,7 @@ def likely_after(
 ) -> Choices:
     """The choice after `path` from the logits [V] there, and `siblings` alternatives, with probabilities (1: unknown).
 
-    With sampling, the probability that the target agrees is taken as the token's share of exp(log p + noise), not as p,
-    because noise can lift a token of any p.
+    With sampling, that is the token's share of exp(log p + noise), not p, because noise can lift a token of any p.
     """
     if siblings or (with_probability and not seq.params.greedy):
         return choices(row, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]

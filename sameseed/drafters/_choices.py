@@ -1,7 +1,6 @@
 """The best few tokens under the target's noise, for drafts with several candidates at a position.
 
-The target chooses the token with the largest log-probability plus noise (coupled sampling, `sampling.py`). If that is
-not the drafter's first token under the same noise, it is often the drafter's second.
+If the target's choice (`sampling.py`) is not the drafter's first token under the same noise, it is often its second.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ def likely(
 ) -> tuple[Ints, Floats]:
     """For trees: the first `count` tokens for each row, int64 [n, count], and the logs of their shares (-inf: none).
 
-    `rows` [n, V]: logits `num_path` tokens after the sequence, adjusted if needed. As in `choices`, but tokens excluded
-    by truncation (top-k, top-p, min-p) are only penalized by `LEFT_OUT`, since the target's distribution may keep them.
-    `ids` [V]: the token id of each column, if that is not the column's index.
+    As `choices`, for `rows` [n, V] of adjusted logits `num_path` tokens after the sequence; but tokens excluded by
+    truncation are only penalized by `LEFT_OUT`, since the target's distribution may keep them. `ids` [V]: the token id
+    of each column, if that is not the column's index.
     """
     found = native_likely if sampling.HAS_NATIVE else numpy_likely
     tokens, shares = found(rows, seq.params, seq.seed, len(seq) + num_path, count, ids)

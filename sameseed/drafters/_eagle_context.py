@@ -1,8 +1,7 @@
 """A draft head's state for each sequence: its cached rows, and the target's hidden states for further rows.
 
-Row t pairs the target's hidden states at position t with token t + 1. A head may start in the middle of a text: if
-hidden states before a position are missing, the rows start there. This works because attention depends on distances
-between positions only.
+Row t pairs the target's hidden states at position t with token t + 1. If hidden states before a position are missing,
+the rows start there: attention depends on distances between positions only.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ class Contexts:
     def observe(self, seqs: Seq[Sequence], spans: Seq[Span], hidden: Tensor) -> None:
         """Keep the hidden states float32 [sum of spans, F] of positions that became certain.
 
-        A prompt's hidden states wait for the first draft, so that the first token is not delayed. Rows are computed at
-        once for what does not fit into WAIT_BYTES, and for long stretches later in a text.
+        A prompt's wait for the first draft, so that the first token is not delayed. Rows are computed at once for what
+        does not fit into WAIT_BYTES, and for long stretches later in a text.
         """
         hidden = hidden.clone() if hidden.is_cuda else hidden  # the next pass may write there
         parts = torch.split_with_sizes(hidden, [s.end - s.start for s in spans])
@@ -178,10 +177,9 @@ class Contexts:
     def drafting(
         self, seqs: Seq[Sequence], wanted: Seq[int], num_nodes: Callable[[int, int], int]
     ) -> Iterator[dict[int, int]]:
-        """A context with the number of tokens, at most wanted[b], that the head can draft now after each sequence.
+        """A context with the number of tokens, at most wanted[b], that the head can draft now, by sequence.
 
-        It maps indices of sequences that can draft. Long pending stretches of theirs are computed; inside, there are
-        blocks for all certain rows and for num_nodes(b, tokens) nodes.
+        Inside, there are blocks for all certain rows and for num_nodes(b, tokens) nodes.
         """
         blocks = self.runner.blocks
         if blocks.num_free * 4 < blocks.num_blocks:  # sequences that do not run free theirs, and compute rows again

@@ -1,7 +1,7 @@
 """Followers: keeps a drafter's own model up to date with the target's sequences, with one Shadow per sequence.
 
-A shadow is a second Sequence with the target sequence's tokens and a cache of its own. To follow the target, it is
-truncated to the common prefix, and the target's further tokens become pending. No other roll-back code is needed.
+A shadow is a second Sequence with the target sequence's tokens and a cache of its own. To follow, it is truncated to
+the common prefix, and the target's further tokens become pending.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CatchUp:
     """Reads long pending stretches (a prompt, or tokens decided without drafts) in passes of at most `max_rows` rows.
 
     A round delays other sequences by at most their `max_delay`, or the time of `PROMPT_ROWS` rows. A sequence that is
-    not read to its end then has `num_unread` tokens, and gets no draft in this round.
+    not read to its end then has `num_unread` tokens, and gets no draft.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -111,8 +111,8 @@ class Shadow:
     def follow(self, target: Sequence, rewind: Callable[[Sequence, int], None], keep: int = 0) -> None:
         """Take over the target's tokens; cached rows beyond the common prefix are dropped.
 
-        If the shadow agrees with all of the target's tokens, up to `keep` drafted tokens after them stay.
-        `rewind(seq, length)` is called before tokens of the shadow are taken back.
+        If the shadow agrees with all of them, up to `keep` drafted tokens after them stay. `rewind(seq, length)` is
+        called before tokens of the shadow are taken back.
         """
         if self._guide is not None and self._guide.failed:
             self.seq.grammar = None  # unguided drafts cost no more than having none
@@ -164,7 +164,6 @@ class Followers:
     def follow(self, seqs: Seq[Sequence], num_rows: Seq[int], keep: Seq[int] | None = None) -> list[int]:
         """Update the shadows to the target's tokens, with blocks for num_rows[b] more; indices of those that can draft.
 
-        Long pending stretches are read; few tokens stay pending, one at least.
         keep[b] <= num_rows[b]: drafted tokens that a shadow keeps after the target's, if it agrees with all of those.
         """
         blocks = self.runner.blocks

@@ -1,8 +1,7 @@
 """Texts (token ids) of requests: History, an index that finds earlier occurrences of a suffix, and TextStore, a file.
 
-In place of a suffix tree, a hash table maps each n-gram to its latest places. A lookup extends each place backwards to
-the longest match. There is one entry per token. The oldest texts are dropped when the token limit is reached. The file
-is append-only, so that past texts are kept between processes.
+In place of a suffix tree, a hash table maps each n-gram to its latest places, and a lookup extends each place
+backwards. The oldest texts are dropped when the token limit is reached.
 """
 
 from __future__ import annotations
@@ -125,9 +124,9 @@ def _texts(data: bytes, at: int, vocab_size: int) -> tuple[list[list[int]], int]
 class TextStore:
     """A file: MAGIC, the vocabulary size (uint32), then for each text its length, its token sum, and its tokens int32.
 
-    A text that was cut off while it was written is dropped, and so are all texts after it. Raises ConfigError for a
-    file of another kind or vocabulary, for a file that cannot be read, and for a folder that does not exist. If a write
-    fails, a warning is logged and nothing more is written: requests must not fail because of the store.
+    A text that was cut off while it was written is dropped, with all texts after it. Raises ConfigError for a file that
+    it cannot use. If a write fails, a warning is logged and nothing more is written: requests must not fail because of
+    it.
     """
 
     def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:
@@ -142,10 +141,7 @@ class TextStore:
             raise ConfigError(f"the store {self.path} is a folder; name a file")
 
     def read(self) -> list[list[int]]:
-        """The latest texts, the oldest first, at most `max_tokens` tokens in all. A newest text that is longer is cut.
-
-        Of a text that is cut, the end is kept. Raises ConfigError for a file that cannot be read.
-        """
+        """The latest texts, the oldest first, at most `max_tokens` tokens in all; the end of one that is longer."""
         try:
             data = self.path.read_bytes()
             if self.path.stat().st_mode & 0o077:  # earlier versions left it readable by every user of the machine

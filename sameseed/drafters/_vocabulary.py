@@ -1,7 +1,4 @@
-"""Reduced draft vocabularies: fewer rows of a drafter's LM head cost less (FR-Spec: Zhao et al., 2025).
-
-The target verifies over its whole vocabulary. A token left out can cost a draft token, but never changes the text.
-"""
+"""Reduced draft vocabularies: fewer rows of a drafter's LM head cost less (FR-Spec: Zhao et al., 2025)."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ class Reducible(Drafter):
 def frequent_tokens(texts: Iterable[Seq[int]], size: int, always: Iterable[int] = ()) -> list[int]:
     """The `size` most frequent tokens of encoded texts, the most frequent first, after those of `always` (end tokens).
 
-    Fewer if the texts have fewer tokens. Ties go to the lower ids. Raises ConfigError for a size below 1 or no texts.
+    Ties go to the lower ids. Raises ConfigError for a size below 1 or no texts.
     """
     counts: Counter[int] = Counter()
     for tokens in texts:

@@ -21,10 +21,7 @@ from sameseed.spec.draft import Draft
 
 
 class BlockDrafter(Reading, ChainDrafter):
-    """A block head with its own format and cache, which follows each sequence by the target's hidden states.
-
-    The whole block is run for any number of draft tokens, so a short draft is the beginning of a longer one.
-    """
+    """A block head with its own format and cache; the whole block is run for any number of draft tokens."""
 
     @dataclass(frozen=True)
     class Options(Reading.Options, ChainDrafter.Options):

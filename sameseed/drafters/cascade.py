@@ -1,8 +1,7 @@
 """cascade drafter: a model writes the draft, itself helped by a drafter below it (hierarchical speculation).
 
-After SpecMQuant (Zhang et al., 2025): the drafter below gives a tree or chain, a middle model verifies it and writes a
-sequence, and the target verifies that. The middle model's text is exactly what it would write alone, so levels can be
-stacked to any depth.
+After SpecMQuant (Zhang et al., 2025): the middle model verifies the draft from below, and its text, which is exactly
+what it would write alone, is the draft for the target. So levels can be stacked to any depth.
 """
 
 from __future__ import annotations

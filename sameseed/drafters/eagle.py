@@ -1,8 +1,7 @@
 """eagle drafter: a head reads the target's own hidden states and drafts a tree (EAGLE-2 and 3: Li et al., 2024, 2025).
 
-The tree is dynamic. Level by level the likeliest paths are expanded, all nodes of a level in one pass of the head, and
-the likeliest nodes overall are kept. With sampling, paths are ranked by the head's log-probabilities plus the target's
-own noise, which is known before the target chooses (coupled sampling).
+Level by level the likeliest paths are expanded, all nodes of a level in one pass of the head, and the likeliest nodes
+overall are kept: by the head's log-probabilities and, with sampling, the target's own noise (coupled sampling).
 """
 
 from __future__ import annotations

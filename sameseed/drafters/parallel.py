@@ -1,8 +1,7 @@
 """parallel drafter (PARD: An et al., 2025): a small model drafts a whole chain in one pass, over mask tokens.
 
-Its pass reads the tokens that became certain since the last pass, then a mask token for each draft token but the first.
-The masks' rows are dropped after the pass. The next pass reads accepted tokens as themselves, so that the cache is the
-same as after a fresh prefill.
+The pass reads the tokens that became certain since the last one, then a mask token for each draft token but the first.
+The masks' rows are dropped: the next pass reads accepted tokens as themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from sameseed.spec.sampling import drawer
 
 
 class ParallelDrafter(Following, ChainDrafter):
-    """A model trained to predict at mask tokens, with its own format and cache; a Shadow follows each sequence.
-
-    A draft of k tokens takes one pass over k rows, besides rows of tokens not read yet. Drafts may end before k tokens.
-    """
+    """A model trained to predict at mask tokens, with its own format and cache; a Shadow follows each sequence."""
 
     @dataclass(frozen=True)
     class Options(Following.Options, ChainDrafter.Options):
@@ -60,10 +56,7 @@ class ParallelDrafter(Following, ChainDrafter):
         return draft_of(chains, num_draft, self.policy.uses_confidence, self.options.siblings)
 
     def _draft(self, shadows: Seq[Sequence], chains: Seq[Chain], counts: Seq[int]) -> None:
-        """Append the model's choices after each sequence's last token, and after each of its masks, to `chains`.
-
-        They are drawn with the target's own noise (coupled sampling). A chain ends early if the policy says so.
-        """
+        """Append the model's choices after each sequence's last token, and after each of its masks, to `chains`."""
         siblings, policy, eos = self.options.siblings, self.policy, self.runner.model.config.eos_token_ids
         alone = not siblings and not policy.uses_confidence
         num_pending = [s.num_pending for s in shadows]

@@ -1,9 +1,8 @@
 """self_quant drafter: the target's own weights in a lower precision draft a chain (QSpec: Zhao et al., 2024).
 
-The drafter reads the target's own cache, so it needs no second cache and no pass over the prompt. It writes rows of its
-own for tokens that the target has not verified yet. The target's pass overwrites these rows before it reads them. At
-long contexts the drafter may attend to a part of the cache only: the first tokens and the latest ones (StreamingLLM:
-Xiao et al., 2024; for drafting, MagicDec: Chen et al., 2024, and TriForce: Sun et al., 2024).
+The drafter reads the target's own cache, and writes rows of its own for tokens that the target has not verified yet,
+which the target's pass overwrites before it reads them. It may attend to the first tokens and the latest ones only
+(StreamingLLM: Xiao et al., 2024; for drafting, MagicDec: Chen et al., 2024, and TriForce: Sun et al., 2024).
 """
 
 from __future__ import annotations

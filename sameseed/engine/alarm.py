@@ -46,7 +46,7 @@ class Alarm:
 def is_useless(metrics: SpecMetrics) -> bool:
     """True if enough was drafted to judge, and almost nothing of it was accepted.
 
-    If nothing at all was accepted, the number of drafts is enough, since a length policy soon asks for few tokens then.
+    If nothing at all was, the number of drafts is enough: a length policy soon asks for few tokens then.
     """
     if metrics.num_drafts < ENOUGH_DRAFTS:
         return False

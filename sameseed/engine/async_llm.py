@@ -32,10 +32,7 @@ class _Sink:
 
 
 class AsyncLLM(Front):
-    """An engine that runs in its own thread: concurrent requests, streaming, cancellation.
-
-    Use it as an async context manager, or call `close` at the end.
-    """
+    """An engine in its own thread: concurrent requests, streaming, cancellation. Close it, or use `async with`."""
 
     def _start(self) -> None:
         self._inbox: list[Callable[[], object]] = []  # actions for the engine's thread before its next step
@@ -51,9 +48,9 @@ class AsyncLLM(Front):
     ) -> AsyncIterator[Delta]:
         """Stream one request: each Delta has the new text; the last one of each index carries its Completion.
 
-        `sampling`: keywords of SamplingParams, in place of `params`.
-        Leaving the loop early (break, cancellation, closing the generator) aborts the request and frees its blocks.
-        Raises RequestError for a bad prompt or a request id that is running already.
+        `sampling`: keywords of SamplingParams, in place of `params`. Leaving the loop early (break, cancellation,
+        closing the generator) aborts the request. Raises RequestError for a bad prompt or a request id that is running
+        already.
         """
         chosen = self._seeded(self._params(params, sampling))
         request_id = request_id or f"a{next(self._ids)}"

@@ -56,7 +56,7 @@ SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none
 class Loaded:
     """Loaded parts for engines: settings in which draft heads are recognized, models, and blocks of each cache.
 
-    `drafts`: the draft models of the levels in `config.spec` that need one, each level before the levels below it.
+    `drafts`: of the levels in `config.spec` that need a model, each level before the levels below it.
     """
 
     config: EngineConfig
@@ -71,10 +71,10 @@ class Loaded:
 def build_engine(
     model: str, config: EngineConfig, progress: Progress | None = None, target: ModelRunner | None = None
 ) -> Engine:
-    """Load the target, and the drafts if `config.spec` names any, and assemble an Engine.
+    """Load the target and the drafts, and assemble an Engine. Raises SameseedError, with a remedy.
 
     `target`: the runner of another engine with the same settings. Both engines then share its cache, so only one of
-    them may have requests. Raises ModelLoadError, ConfigError, VocabularyError or RegistryError, each with a remedy.
+    them may have requests.
     """
     return assemble(load_parts(model, config, progress, None if target is None else target.model), target)
 
@@ -126,10 +126,9 @@ def load_parts(
 
 
 def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
-    """The settings, checked against their profile if they have one.
+    """The settings, checked against their profile: above the batch sizes that were tuned, goodput decides.
 
-    If `max_num_seqs` is above the batch sizes that were tuned, goodput decides the draft lengths. Raises ConfigError
-    for a profile of another machine or of other weights, unless `force_profile` is set.
+    Raises ConfigError for a profile of another machine or of other weights, unless `force_profile` is set.
     """
     if config.profile is None:
         return config
@@ -160,10 +159,9 @@ class CheckedParts(NamedTuple):
 
 
 def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
-    """What an engine with these settings would be made of.
+    """What an engine with these settings would be made of; no weights are read.
 
-    No weights are read. Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts
-    that do not fit.
+    Raises ConfigError, VocabularyError, RegistryError or ModelLoadError for settings and drafts that do not fit.
     """
     quant = target_scheme(config.format, folder)
     level = resolve(config.spec)

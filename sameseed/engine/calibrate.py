@@ -37,8 +37,8 @@ PROMPT, TOKENS = 8, 16  # prompt and output tokens of the texts that `measure_en
 def measure_curve(runner: ModelRunner, seconds: float = 2.0, rows: Seq[int] = ROWS, longest: int = LONG) -> Curve:
     """Median seconds of passes over `rows` rows after a short context, and of two passes after `longest` tokens.
 
-    Sizes run interleaved, so that a slow moment, or what another size left in the caches, meets each alike. Ends after
-    about `seconds`, but `PASSES` passes have `MOST` seconds. A small cache, or too little time, gives fewer points.
+    Sizes run interleaved, so that a slow moment meets each alike. Ends after about `seconds`, but `PASSES` passes have
+    `MOST` seconds. A small cache, or too little time, gives fewer points.
     """
     room = min(runner.blocks.num_free * runner.cache.block_size, runner.model.max_model_len)
     context, long = min(SHORT, room // 2), min(longest, room - MANY)

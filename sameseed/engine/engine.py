@@ -127,8 +127,8 @@ class Engine:
     def step(self, send: Callable[[list[Delta]], None] | None = None) -> list[Delta]:
         """Run one pass. Returns a Delta for each sequence with something to give out.
 
-        On a GPU the texts of a step are made while the next step's pass runs: for sequences that go on. These Deltas go
-        to `send` at once, if given; else the next step returns them too.
+        On a GPU the texts of a step are made during the next step's pass. These Deltas go to `send` at once, if given;
+        else the next step returns them too.
         """
         start = time.perf_counter()
         self.num_rows = 0
@@ -229,10 +229,7 @@ class Engine:
         return lengths
 
     def _why_undrafted(self, seq: Sequence, num_draft: int, num_known: int) -> str:
-        """Why a sequence had no draft in its latest round, for which `num_draft` tokens were asked for.
-
-        `num_known`: tokens of the sequence when the round began.
-        """
+        """Why a sequence had no draft in its latest round; `num_known`: its tokens when the round began."""
         if num_draft and self.drafter.limit is not None and num_known >= self.drafter.limit:
             return "draft context"
         wanted = self._wanted.get(seq.seq_id)
@@ -248,10 +245,7 @@ class Engine:
         return "no room" if why == "cost" and not num_draft and self._crowded else why
 
     def _take(self, plan: Plan, draft: Draft, result: Verified, now: float, scripted: Seq[bool]) -> list[Delta]:
-        """Take the decided tokens of each sequence, up to the first one that ends it; the Deltas of those that ended.
-
-        For the others `_deliver` makes the Deltas.
-        """
+        """Take the decided tokens of each sequence, up to the first that ends it; the Deltas of those that ended."""
         deltas: list[Delta] = []
         names, counts = self.level_names if len(draft.tokens) else (), draft.counts
         for b, seq in enumerate(plan.seqs):

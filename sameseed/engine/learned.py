@@ -1,7 +1,7 @@
 """Stores what goodput learned for the next process: costs of rounds on this machine, and acceptance counts.
 
-The key is a digest of all that both depend on: machine, weights, formats, drafters. The first rounds of the next
-process scale the costs to the machine's current speed, and its requests soon outweigh the stored counts.
+The first rounds of the next process scale the costs to the machine's current speed, and its requests soon outweigh the
+stored counts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def machine_here(device: str = "cpu") -> TunedMachine:
 
 
 def learned_key(config: EngineConfig, models: list[tuple[Path, QuantScheme]]) -> str | None:
-    """A digest of what rounds depend on. `models`: target, then drafts.
-
-    None, and nothing is stored, if a drafter is the user's own (`SpecConfig.drafter`).
-    """
+    """A digest of all that rounds depend on, None for a user's own drafter; `models`: target, then drafts."""
     if any(level.spec.drafter is not None for level in Level.of(config.spec).every()):
         return None
     plain = config.spec.with_each(lambda spec: replace(spec, model=None))
@@ -62,10 +59,7 @@ class LearnedTable:
         self._rounds, self._next = 0, FIRST
 
     def begin(self, measure: Callable[[], EngineCost]) -> None:
-        """Take over the stored state, or measure and store that at once.
-
-        Known costs are not measured again: the policy's first rounds scale them to the machine's speed now.
-        """
+        """Take over the stored state, whose costs are not measured again, or measure and store that at once."""
         arrays = store.read(KIND, self._key)
         if arrays is not None and not is_plausible(arrays):
             store.refuse(KIND, self._key, "numbers that no engine has")

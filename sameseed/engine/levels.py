@@ -30,10 +30,7 @@ class Level:
 
     @classmethod
     def of(cls, spec: SpecConfig) -> Level:
-        """The level of a spec whose drafters are known (`resolve`).
-
-        Raises ConfigError or RegistryError for a bad option or format, or a wrong number of levels below.
-        """
+        """The level of a spec whose drafters are known (`resolve`). Raises ConfigError or RegistryError."""
         if spec.method == "none":
             return cls(spec, NoDrafter, NoDrafter.Options(), ())
         drafter = drafter_class(spec)
@@ -119,10 +116,7 @@ class Level:
 
 
 def resolve(spec: SpecConfig) -> Level:
-    """The levels that a spec names; a model that is a draft head or drafts in parallel gets the drafter for it.
-
-    Raises as `Level.of`, and ModelLoadError for a model that does not exist.
-    """
+    """The levels that a spec names, with the drafter of each head or parallel model. Raises as `Level.of`."""
 
     def recognized(spec: SpecConfig) -> SpecConfig:
         if spec.model is None or spec.method != "draft_model":

@@ -171,8 +171,7 @@ class LLM(Front):
     ) -> list[Completion]:
         """Complete all prompts (text or token ids) together; n completions of each, in order of prompt and index.
 
-        `sampling`: keywords of SamplingParams, in place of `params`. Raises RequestError before anything runs if a
-        prompt cannot be served.
+        `sampling`: keywords of SamplingParams, in place of `params`. Raises RequestError before anything runs.
         """
         batch = as_list(prompts)
         several: Any = params if params is not None else sampling.pop("sampling_params", None)

@@ -39,10 +39,7 @@ class Demand:
 
 
 def demand(folder: Path, quant: QuantScheme, config: EngineConfig) -> Demand:
-    """Check a checkpoint by its headers, and compute what it will take.
-
-    Raises ModelLoadError for tensors that do not fit config.json, ConfigError for groups that do not divide them.
-    """
+    """Check a checkpoint by its headers, and compute what it will take. Raises ModelLoadError or ConfigError."""
     shape = read_config(folder)
     with open_checkpoint(folder) as checkpoint:
         checkpoint.check(shape)
@@ -86,8 +83,7 @@ def logit_bytes(shape: ModelConfig) -> int:
 def plan_blocks(config: EngineConfig, max_len: int, demands: list[Demand]) -> int:
     """Blocks of each model's cache: as configured, else for `max_num_seqs` longest requests, within a memory share.
 
-    On a GPU the cache gets what weights and a pass leave of the engine's memory share. Raises ConfigError if a longest
-    request and the weights do not fit into memory together.
+    Raises ConfigError if a longest request and the weights do not fit into memory together.
     """
     size, count, seqs = config.cache.block_size, config.cache.num_blocks, config.max_num_seqs
     longest = -(-max_len // size)

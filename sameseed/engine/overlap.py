@@ -1,8 +1,8 @@
 """Overlap: while the target verifies a draft, the drafter drafts ahead in its own thread.
 
 After AMUSD (McDanel, 2024) and PEARL (Liu et al., 2024): the drafter assumes that the whole draft will be accepted and
-that its own next token is the token after it. If so, the next draft is ready already; if not, it is discarded. The two
-share the cores meanwhile, so overlap pays only if the target leaves some cores idle.
+that its own next token is the token after it. The two share the cores, so this pays only if the target leaves some
+idle.
 """
 
 from __future__ import annotations

@@ -48,10 +48,7 @@ class RequestPolicies:
         self._has_forced = False  # does a request of this round fix its draft length?
 
     def calibrate(self, measure: Callable[[], EngineCost], key: str | None = None) -> None:
-        """Let the engine's policy measure what rounds cost, before the first round.
-
-        `key`: it starts from the state that an earlier process stored there, and new knowledge is stored there too.
-        """
+        """Let the engine's policy measure what rounds cost; `key`: where what earlier processes learned is stored."""
         if key is None or not isinstance(self.default, GoodputLength):
             return self.default.calibrate(measure)
         self._table = LearnedTable(self.default, key)
@@ -118,10 +115,7 @@ class RequestPolicies:
         return draft
 
     def why_none(self, seq: Sequence, num_draft: int) -> str:
-        """Why a sequence had no draft in this round, in which `num_draft` tokens were asked for.
-
-        "off": none was wanted; "cost": it would not pay; "no draft": the drafter had none.
-        """
+        """Why a sequence had no draft: "off" (none wanted), "cost" (it would not pay), or "no draft" (found)."""
         if num_draft:
             return "cost" if seq.seq_id in self._trimmed else "no draft"
         may, policy = True, self.default

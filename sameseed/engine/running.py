@@ -33,7 +33,7 @@ class OutputText:
     def push(self, token_id: int, may_stop: bool = True) -> bool:
         """Add a token; True if it completes a stop string. The text then ends before that stop string.
 
-        With `may_stop` false (the minimum length is not reached) a stop string is treated as ordinary text.
+        `may_stop` false (the minimum length is not reached): a stop string is ordinary text.
         """
         known, old = self.length, self._decoder.tail
         settled = len(self.text)
@@ -88,8 +88,7 @@ class Running:
     def take(self, tokens: Seq[int]) -> tuple[int, FinishReason | None]:
         """How many of `tokens`, the sequence's last ones, belong to the text, and the reason if the text ends.
 
-        The text ends with the first token that ends it; the sequence drops the tokens after that. Without stop strings
-        the tokens alone decide this, and `write` makes their text later.
+        The sequence drops the tokens after its end. Without stop strings, `write` makes the tokens' text later.
         """
         base, taken = len(self.seq) - len(tokens), 0
         reason: FinishReason | None = None

@@ -1,7 +1,6 @@
 """Scheduler: decides which sequences run in the next pass, with how many pending tokens and draft tokens each.
 
-Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023). A pass has a budget of rows, and of
-seconds for prompts while others read along. Pure Python.
+Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023). Pure Python.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ class Scheduler:
     """Schedules by priority, then fairly between owners, then first come, first served.
 
     If rows or blocks run short, drafts are given up first. Then the sequence of lowest priority that started last is
-    preempted: it loses its blocks and waits, with all its tokens pending again. No sequence starves: after being passed
-    over `PATIENCE` times it goes first, one at a time. Only a sequence of higher priority preempts one that started
-    earlier. An owner with no running sequence waits for at most one start of each other owner.
+    preempted: it waits, with all its tokens pending again. No sequence starves: after being passed over `PATIENCE`
+    times it goes first, one at a time. An owner with no running sequence waits for at most one start of each other
+    owner.
 
     Prompts delay a decoding sequence by at most its `max_delay` in a pass, or the time of `LEAST_ROWS` rows if that is
     longer.
@@ -202,10 +201,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, chunks: dict[Sequence, int], room: _Room) -> None:
-        """Start waiting sequences while rows, seconds, places and blocks last.
-
-        A sequence starts only if all its tokens and one more fit into free blocks, so that it is not preempted at once.
-        """
+        """Start waiting sequences that fit whole into free blocks, with a token more, so that none is preempted."""
         while self.waiting and room.fitting(1, 0) and len(self.running) < self.max_num_seqs:
             seq = self._next()
             if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
@@ -230,7 +226,7 @@ class Scheduler:
     def _next(self) -> Sequence:
         """Of the waiting sequences with the first one's priority, the first of the owner with the fewest running.
 
-        Among several such owners, the one whose last start is longest ago. A sequence passed over too often goes first.
+        Among several such owners, the one whose last start is longest ago.
         """
         importance = self._standing[self.waiting[0]].importance
         may_wait = importance[0]
@@ -246,10 +242,7 @@ class Scheduler:
         return firsts[min(firsts, key=lambda owner: (running[owner], self._last_start[owner]))]
 
     def _count_pass(self, by: _Standing) -> None:
-        """Count that the sequence `by` goes before the earliest waiting sequence that it passes.
-
-        Only the earliest is counted: else many would reach the limit together and all go first.
-        """
+        """Count that `by` goes before the earliest waiting sequence that it passes, not before all of these."""
         waiting = (self._standing[seq] for seq in self.waiting)
         passed = [standing for standing in waiting if by.passes(standing) and standing.importance[0]]
         if passed:
@@ -259,10 +252,9 @@ class Scheduler:
                 self.waiting.sort(key=self._by_arrival)
 
     def _drafts(self, plan: list[Sequence], chunks: dict[Sequence, int], lengths: DraftLengths, left: int) -> list[int]:
-        """Draft tokens for sequences whose pending tokens are all in the pass and that have output tokens.
+        """Draft tokens for sequences whose pending tokens are all in the pass, but none for a first or last token.
 
-        The first output token comes from the prompt's own pass, before any drafting. There is no draft for a sequence's
-        last token. Rows and blocks limit the number of nodes; the sequence limits their depth (`draft_depth`).
+        Rows and blocks limit the number of nodes; the sequence limits their depth (`draft_depth`).
         """
         able = [b for b, seq in enumerate(plan) if seq.num_pending <= chunks[seq]]
         able = [b for b in able if plan[b].num_output > 0 or plan[b].num_scripted]

@@ -21,11 +21,7 @@ DraftChoice = str | SpecConfig | Drafter | type[Drafter] | None
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of LLM, AsyncLLM and `make_config`: the fields of SpecConfig, EngineConfig and CacheConfig.
-
-    Of SpecConfig, only the settings of the draft. `kv_format`, `block_size`, `num_blocks` and `prefix_cache` are those
-    of CacheConfig.
-    """
+    """Keyword arguments of LLM, AsyncLLM and `make_config`: fields of EngineConfig, CacheConfig and SpecConfig."""
 
     num_draft_tokens: int | None
     confidence: float | None
@@ -60,13 +56,12 @@ class AsyncEngineArgs(Settings, total=False):
 
 
 def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> EngineConfig:
-    """An EngineConfig from keyword arguments, as LLM and the CLI take them.
+    """An EngineConfig from keyword arguments, as LLM and the CLI take them. Raises ConfigError for unknown settings.
 
-    `draft`: None for plain decoding, text for `parse_draft` ("ngram", a model, "suffix + embedded-draft"), or a
-    drafter of the user: a class, or an object, which is used as it is. `policy` "auto" (the default unless `draft` is a
-    SpecConfig) is goodput with at most 12 tokens, which asks for drafts only if they pay; with a `confidence`, it is
-    fixed lengths, which the confidence ends early. `draft_options`: options of the top level; the key "below" holds a
-    list with an object of SpecConfig fields for each level below. Raises ConfigError for unknown settings.
+    `draft`: None for plain decoding, text for `parse_draft`, or a drafter of the user: a class, or an object, which is
+    used as it is. `policy` "auto" (the default unless `draft` is a SpecConfig) is goodput with at most 12 tokens; with
+    a `confidence`, fixed lengths, which it ends early. `draft_options`: options of the top level; the key "below" holds
+    a list with an object of SpecConfig fields for each level below.
     """
     fields.check_keys(settings, AsyncEngineArgs.__annotations__)  # errors may suggest `model` or `draft` too
     spec = _spec_of(draft)

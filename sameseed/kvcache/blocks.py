@@ -1,9 +1,8 @@
 """BlockManager: which blocks of the cache belong to which sequences. Pure Python.
 
-A block whose rows are all certain may be entered in the prefix table under its content (prefix.py); it is then called
-known. Sequences with the same beginning share known blocks. A known block that no sequence uses stays until its memory
-is needed; the block unused for longest goes first. Shared blocks are only read: they are full, and a sequence writes
-only after its cached rows.
+A block whose rows are all certain may be entered in the prefix table (prefix.py); it is then called known. Sequences
+with the same beginning share known blocks, which are only read. A known block that no sequence uses stays until its
+memory is needed; the block unused for longest goes first.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ from sameseed.scheme import Format, KVLayer
 
 
 class KVCache:
-    """Storage for `num_blocks` blocks of `block_size` rows in each layer.
+    """Storage for `num_blocks` blocks of `block_size` rows in each layer; a row's slot is block * block_size + offset.
 
-    `shapes`: KV heads Hk and head size D of each layer (`ModelConfig.kv_shapes`). A layer holds
-    k, v [num_blocks, block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed row), and scales
-    float32 [num_blocks, block_size, Hk] for formats that have them. Rows are addressed by
-    slot = block * block_size + offset. `format`: one for both, or one for keys and one for values ("int8/bf16"); each
-    may name formats for near and far tokens ("bf16+int4"). On a CPU a row takes memory once it is stored.
+    `shapes`: KV heads Hk and head size D of each layer (`ModelConfig.kv_shapes`). A layer holds k, v [num_blocks,
+    block_size, Hk, W] in the format's storage type (W: D, or the bytes of a packed row), and scales float32
+    [num_blocks, block_size, Hk] for formats that have them. `format`: see `scheme.kv_formats`. On a CPU a row takes
+    memory once it is stored.
     """
 
     def __init__(

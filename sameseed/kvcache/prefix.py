@@ -1,8 +1,7 @@
 """Prefixes: the table of blocks by text prefix (prefix cache), so that a common prefix is computed only once.
 
-A full block's key is a SHA-256 chain: the digest of the block before it and its own tokens. The chain starts with a
-digest of the tenant as salt. So the digest covers everything that the block's rows depend on (after Kwon et al., 2023;
-a cache serves one model only). Pure Python.
+A full block's key is a SHA-256 chain: the digest of the block before it and its own tokens, salted by the tenant. So it
+covers everything that the block's rows depend on (after Kwon et al., 2023; a cache serves one model only). Pure Python.
 """
 
 from __future__ import annotations

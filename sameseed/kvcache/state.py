@@ -1,9 +1,9 @@
 """RecurrentStates: what recurrent layers keep of a sequence beside keys and values, in one slot per sequence.
 
 A slot holds the state after a sequence's first n tokens (`Sequence.num_settled`), and a log of its latest rows, by
-position. A pass first replays the logged rows after those n tokens, as far as they were kept, then takes its own rows.
-It stores the state after the last token that cannot be taken back, and logs the rows behind it. So a draft costs one
-read and one write of the state, whatever its length, and rejected rows leave no trace.
+position. A pass first replays the logged rows that were kept, then takes its own. It stores the state after the last
+token that cannot be taken back, and logs the rows behind it. So a draft costs one read and one write of the state,
+whatever its length, and rejected rows leave no trace.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ Ints = NDArray[np.int32]
 class Draft:
     """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
 
-    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token. There
-    are at most 64 nodes per sequence. `confidence` is the drafter's probability of the whole path to a node, NaN if
-    unknown. Only length policies use it; acceptance does not depend on it. `levels` int8 [N], for statistics: the index
-    in the drafter's `level_names` of the level that drafted a node; None: 0 for all nodes.
+    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
+    `confidence`: the drafter's probability of the whole path to a node, NaN if unknown; only length policies use it.
+    `levels` int8 [N], for statistics: the index in the drafter's `level_names` of the level that drafted a node; None:
+    0.
     """
 
     tokens: Ints

@@ -21,7 +21,7 @@ Owned = Literal["", "model", "head", "target"]
 class Span(NamedTuple):
     """Positions start .. end of a sequence that became certain (stored in the target's cache) in one round.
 
-    `num_draft`: draft nodes that were verified: those of the drafter, less those dropped before the target's pass.
+    `num_draft`: the drafter's nodes that were verified.
     """
 
     start: int
@@ -56,7 +56,7 @@ class LengthPolicy(Protocol):
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft, possibly with fewer nodes to verify. `num_rows`: rows of known tokens in the pass.
 
-        Only drafts of `members` (indices of sequences; None: all of them) may lose nodes.
+        `members`: indices of the sequences that may lose nodes; None: all.
         """
 
     def calibrate(self, measure: Callable[[], Any]) -> None:
@@ -67,8 +67,8 @@ class LengthPolicy(Protocol):
     ) -> list[int]:
         """The most tokens to draft for each sequence in the next round; 0 for no draft.
 
-        `num_rows`: rows of known tokens in the pass, over all its sequences; `budget`: draft tokens that fit into it.
-        `beside`: other sequences in the engine, whose prompts are being read.
+        `num_rows`: rows of known tokens in the pass; `budget`: draft tokens that fit into it; `beside`: other sequences
+        in the engine, whose prompts are being read.
         """
 
     def update(self, round_: Round) -> None:
@@ -102,11 +102,10 @@ class Below:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter is built from: target, length policy, its own model if it `owns` one, and the drafters below it.
+    """What a drafter is built from: target, length policy (asked after each draft token), and the drafters below it.
 
-    The policy is asked after each draft token (`policy.ends`). `runner`: the drafter's own model, with its own cache,
-    or in the target's cache if it owns "target"; it captures the hidden states that the drafters below need. `head`:
-    the drafter's head if it owns "head".
+    `runner`: the drafter's own model if it `owns` one, in its own cache, or in the target's if it owns "target"; it
+    captures the hidden states that the drafters below need. `head`: the drafter's head if it owns "head".
     """
 
     target: ModelRunner
@@ -126,10 +125,7 @@ class Drafter:
 
     @dataclass(frozen=True)
     class Options:
-        """Options of one drafter; flags, JSON keys and docs rows are derived from the fields.
-
-        Raises ConfigError for a number out of its field's range (`fields.within`).
-        """
+        """Options of one drafter; flags, JSON keys and docs rows derive from the fields. Raises as `check_ranges`."""
 
         def __post_init__(self) -> None:
             fields.check_ranges(self)
@@ -148,25 +144,16 @@ class Drafter:
 
     @classmethod
     def branches_with(cls, options: Options) -> bool:
-        """May drafts be trees with these options? For use before the drafter is built; then `branches` is the same.
-
-        If the drafters below draft in turn for it, theirs count as well.
-        """
+        """May drafts be trees with these options? For use before the drafter is built; drafters below count as well."""
         return cls.branches
 
     @classmethod
     def build(cls, options: Options, parts: Parts) -> Drafter:
-        """A drafter for a target, from the parts that the engine has prepared.
-
-        `cls(options, parts)` if the drafter owns a model or has others below it, else `cls(options)`.
-        """
+        """A drafter for a target: `cls(options, parts)` if it owns a model or has others below, else `cls(options)`."""
         return cls(options, parts) if cls.owns or cls.num_below[1] else cls(options)  # type: ignore[call-arg]
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
-        """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, or none, is always allowed.
-
-        Nodes deeper than `seq.draft_depth` are useless and are dropped.
-        """
+        """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, none, or too deep ones are allowed."""
         raise NotImplementedError
 
     def ahead(

@@ -2,13 +2,11 @@
 
 `choose` is argmax for greedy decoding and argmax(log p + g) for sampling, where p is the processed distribution and g
 is Gumbel noise (Gumbel, 1954; Maddison et al., 2014) from a counter-based generator keyed by (seed, position, token
-id). The generator is SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i).
+id): SplitMix64 (Steele, Lea and Flood, 2014), whose i-th output is a hash of (key, i). Probabilities are float64, and a
+row's choice cannot depend on other rows of the batch.
 
-All functions work on one row at a time, in float64 for probabilities, so that a row's choice cannot depend on other
-rows of the batch.
-
-The NumPy code here is the specification. If the native module is built, csrc/sampling.cpp processes whole rows. Its
-choices are the same, except when candidates tie up to the last bits of an exponential or a logarithm.
+The NumPy code here is the specification. The choices of the native module (csrc/sampling.cpp) are the same, except when
+candidates tie up to the last bits of an exponential or a logarithm.
 """
 
 from __future__ import annotations
@@ -109,8 +107,8 @@ class SamplingState:
 def adjust(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int]) -> Floats:
     """Logits float64 [V] after allowed and banned tokens, grammar, minimum length, bias and penalties.
 
-    `path` holds the draft tokens between the sequence's known tokens and this row. The penalties count them, exactly as
-    if the tokens had been decoded one by one. While a prompt is scored, the first tokens of `path` are prompt tokens.
+    `path`: draft tokens between the sequence's known tokens and this row, counted as if they had been decoded one by
+    one. While a prompt is scored, the first of them are prompt tokens.
     """
     params, num_written = seq.params, seq.num_output + len(path)  # less than 0 while a prompt is scored
     row = logits.astype(np.float64)
@@ -139,10 +137,7 @@ def _written(seq: Sequence, path: Seq[int]) -> Seq[int]:
 
 
 def _allow(row: NDArray[np.floating], mask: NDArray[np.bool_]) -> None:
-    """Set the logits outside a mask [V] to -inf. V is the target's; a draft model's row may be shorter or longer.
-
-    Masks allow nearly all or nearly no tokens, so the smaller of the two groups is processed.
-    """
+    """Set the logits outside a mask [V] to -inf. V is the target's; a draft model's row may be shorter or longer."""
     if len(mask) != len(row):
         row[len(mask) :] = -np.inf
         mask, row = mask[: len(row)], row[: len(mask)]
@@ -199,8 +194,8 @@ def plain_greedy(seq: Sequence) -> bool:
 def drawable(seq: Sequence) -> bool:
     """May a backend choose this sequence's tokens (`Ops.choose`)? Yes if only temperature and truncation shape them.
 
-    This depends on the request alone, not on draft, batch or round. If different libraries' logarithms drew different
-    tokens of one text, the text could depend on its drafts.
+    This depends on the request alone: if different libraries' logarithms drew different tokens of one text, the text
+    could depend on its drafts.
     """
     p = seq.params
     limits = p.min_tokens or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None or p.has_penalties
@@ -239,7 +234,7 @@ def _floor(params: SamplingParams) -> float:
 def survivors(row: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
     """Token ids and scaled logits left by temperature, min-p, top-k and top-p, in order of token id. Never empty.
 
-    Ties at the border of top-k are kept. Top-p keeps the smallest set of likeliest tokens whose probability reaches it.
+    Ties at the border of top-k are kept.
     """
     scaled = _scaled(row, params)
     floor = _floor(params)

@@ -31,7 +31,7 @@ class NoOverlap:
     ) -> Iterator[Callable[[], None]]:
         """Context in which the drafter may draft ahead; once the yielded function is called, it begins no further pass.
 
-        The drafter has stopped when the context ends. Sequences may grow inside, as the drafter uses only their ids.
+        Sequences may grow inside, as the drafter uses only their ids.
         """
         yield lambda: None
 
@@ -57,11 +57,10 @@ def decode_step(
 ) -> tuple[Draft, Verified]:
     """Advance `seqs` by one pass of the model: num_pending[b] known tokens and at most num_draft[b] draft tokens each.
 
-    Appends the decided tokens to the sequences. The seconds of each stage are added to `times`, if given. `policy`, if
-    given, may drop draft nodes before the pass. `ahead`: what the drafter does while the model's pass runs. `captured`
-    false: the drafter gets no hidden states of the pass. `meanwhile` is called before the host waits for the pass.
-    Draft paths end where the sequence must end, and after a token that ends its text. The time of drafting counts as
-    time of the pass if the host reads the draft after it.
+    Appends the decided tokens to the sequences, and adds the seconds of each stage to `times` (drafting counts as time
+    of the pass if the host reads the draft after it). `policy` may drop draft nodes before the pass. `ahead`: what the
+    drafter does while the pass runs. `captured` false: the drafter gets no hidden states. `meanwhile` is called before
+    the host waits for the pass.
     """
     clock = time.perf_counter
     start = clock()

@@ -29,7 +29,7 @@ class Verified:
     """Ragged over sequences: the tokens decided in this round, and the draft nodes accepted for them (one fewer).
 
     A sequence without logits (its pending tokens were not all in the pass) has neither. `failed[b]`: no token could be
-    chosen. The tokens accepted before that stay valid, then the sequence must end with an error.
+    chosen after those accepted, and the sequence must end with an error.
     """
 
     tokens: list[list[int]]
@@ -46,12 +46,11 @@ def verify(
     eos_token_ids: Seq[int] = (),
     choices: Seq[int] | None = None,
 ) -> Verified:
-    """Accept a path of each draft and add one token.
+    """Accept a path of each draft: at each node the target's own choice, up to the first one that no child holds.
 
     logits float32 [R, V] holds, for each sequence with `wants_logits`, the row after its last known token and one row
-    after each of its nodes. At each node the target's own choice is computed. If a child holds that token, the walk
-    goes on there; if none does, the choice is the last token of the round. `choices` [R]: the backend's choices, if it
-    made any. They are used for sequences that are `drawable`, whose logits are then not read.
+    after each of its nodes. `choices` [R]: the backend's choices, if it made any. They are used for sequences that are
+    `drawable`, whose logits are then not read.
     """
     paths: list[_Path] = []
     drawn = [choices is not None and drawable(seq) for seq in seqs]
@@ -104,8 +103,8 @@ def _walk(
 ) -> None:
     """Follow the choices for one sequence into `path`; table: logits [1 + nodes, V].
 
-    `made`: the choice for each row and whether the row has one, if they are known. A token that is decided already
-    (`seq.script`) is taken whatever the logits say.
+    `made`: the choice for each row and whether the row has one, if they are known. A token of `seq.script` is taken
+    whatever the logits say.
     """
     children = {(p, t): i for i, (p, t) in reversed(list(enumerate(zip(parents, draft_tokens, strict=True))))}
     node = -1
