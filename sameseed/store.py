@@ -26,7 +26,6 @@ log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
 PRIVATE = 0o600  # mode of files that hold users' texts or token ids
-DIGEST = "digest"  # name of the array that holds the others' SHA-256
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
 
@@ -85,13 +84,10 @@ def weights_key(path: Path) -> str:
 
 
 def read(kind: str, key: str) -> Arrays | None:
-    """The arrays stored under a key; None if there are none, or if they are not as they were written."""
+    """The arrays stored under a key; None if there are none, or if they are not as they were written (CRC-32)."""
     try:
         with np.load(_file(kind, key), allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        if not np.array_equal(arrays.pop(DIGEST, 0), _digest_of(arrays)):
-            raise ValueError("its digest differs")
-        return arrays
+            return {name: stored[name] for name in stored.files if name != "digest"}  # of earlier versions
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
@@ -112,16 +108,9 @@ def write(kind: str, key: str, arrays: Arrays) -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         save: Any = np.savez_compressed  # NumPy before 2.2 would store `allow_pickle` as an array
         with replacing(file, PRIVATE) as stream:
-            save(stream, **arrays, **{DIGEST: _digest_of(arrays)})
+            save(stream, **arrays)
     except OSError as error:
         log.warning("cannot keep measurements (%s); set %s to a folder that can be written", error, VARIABLE)
-
-
-def _digest_of(arrays: Arrays) -> NDArray[np.uint8]:
-    found = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
-    return np.frombuffer(found.digest(), np.uint8)
 
 
 def _file(kind: str, key: str) -> Path:

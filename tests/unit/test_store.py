@@ -41,24 +41,18 @@ def test_others_may_not_read_texts(tmp_path, umask, monkeypatch):
         assert not path.stat().st_mode & 0o077, path
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00v\x00{'descr': '<f8'", b"x" * 99])
-def test_a_damaged_file_is_no_file(tmp_path, content, monkeypatch, caplog):
+def test_a_damaged_file_is_no_file(tmp_path, monkeypatch, caplog):
+    """Wherever a byte is flipped, and however short the file is."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
-    store.write("kind", "key", {"a": np.arange(3)})
-    (tmp_path / "kind" / "key.npz").write_bytes(content)
-    assert store.read("kind", "key") is None and len(caplog.messages) == 1
-
-
-def test_a_file_that_was_changed_is_no_file(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
-    store.write("kind", "key", {"a": np.arange(3), "b": np.array(["x"])})
-    arrays = store.read("kind", "key")
-    assert arrays is not None and arrays["a"].tolist() == [0, 1, 2] and arrays["b"].tolist() == ["x"]
-    file = tmp_path / "kind" / "key.npz"
-    with np.load(file) as stored:
-        changed = {**stored, "a": np.arange(1, 4)}
-    np.savez(file, **changed)
-    assert store.read("kind", "key") is None and "digest" in caplog.text
+    store.write("kind", "key", {"a": np.arange(300), "b": np.array(["x"])})
+    file, arrays = tmp_path / "kind" / "key.npz", store.read("kind", "key")
+    assert arrays is not None and arrays["a"].tolist() == [*range(300)] and arrays["b"].tolist() == ["x"]
+    whole = file.read_bytes()
+    at = whole.index(b"a.npy") + 40  # within the array's own bytes
+    for content in (b"", b"PK\x03\x04", whole[:-30], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
+        file.write_bytes(content)
+        assert store.read("kind", "key") is None
+    assert len(caplog.messages) == 4
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
