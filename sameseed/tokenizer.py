@@ -45,7 +45,6 @@ class Tokenizer(habits.Hinted):
         self.templates = named_templates(templates)
         self.now = datetime.combine(date.today(), time())  # of templates that ask for the date; it stands still
         self._silent = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._gives_text: dict[int, bool] = {}  # cache, by token
         self._pieces: dict[tuple[int, bool], bytes] = {}  # cache
         self._compiled: dict[str, ChatTemplate] = {}
         self.special = special or {}
@@ -156,10 +155,7 @@ class Tokenizer(habits.Hinted):
 
     def is_silent(self, token_id: int) -> bool:
         """Does the token have no text when special tokens are skipped?"""
-        known = self._gives_text.get(token_id)
-        if known is None:
-            known = self._gives_text[token_id] = token_id not in self._silent and self.token(token_id) is not None
-        return not known
+        return token_id in self._silent or self.token(token_id) is None
 
     def has_text(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> bool:
         """Does any of the tokens have text?"""
@@ -318,14 +314,11 @@ class IncrementalDecoder:
 
     def _follow(self, tokens: list[int]) -> None:
         """Take as context the fewest last tokens that begin between two characters and have text of their own."""
-        text, start = "", len(tokens)
-        while start and (not text or text.startswith(BROKEN) or self._in_run(tokens, start)):
+        text, start, runs = "", len(tokens), self._tokenizer.byte_tokens.keys()
+        while start and (not text or text.startswith(BROKEN) or runs >= {*tokens[start - 1 : start + 1]}):
             start -= 1
             text = self._decode(tokens[start:])
         self._context, self._known = tokens[start:], text
-
-    def _in_run(self, tokens: list[int], at: int) -> bool:
-        return at < len(tokens) and self._tokenizer.byte_tokens.keys() >= set(tokens[at - 1 : at + 1])
 
     def _is_hidden(self, token_id: int) -> bool:
         return not self._tokenizer.has_text((token_id,), self._skip)
