@@ -49,12 +49,6 @@ class History:
         self._indexed: dict[int, int] = {}
         self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = {}  # (key, end), the latest last
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._texts
-
-    def __iter__(self) -> Iterator[Text]:
-        return iter(self._texts.values())
-
     def add(self, key: int, text: Text) -> None:
         """Index a new text, or the tokens that a known text has grown by."""
         self._texts.setdefault(key, text)
@@ -92,16 +86,14 @@ class History:
             if kept:
                 self._places[gram] = deque(kept, maxlen=self.most_places)
 
-    def find(self, suffix: Seq[int], longest: int) -> list[Place]:
+    def find(self, suffix: Seq[int], longest: int) -> Iterator[Place]:
         """Earlier places that match the end of `suffix`, the latest first, each by at most `longest` tokens."""
-        found: list[Place] = []
         for key, end in reversed(self._places.get(tuple(suffix[-self.ngram :]), ())):
             text = self._texts[key]
             length, most = self.ngram, min(longest, end, len(suffix))
             while length < most and text[end - length - 1] == suffix[-length - 1]:
                 length += 1
-            found.append(Place(text, end, length))
-        return found
+            yield Place(text, end, length)
 
 
 def _texts(data: bytes, at: int, vocab_size: int) -> tuple[list[list[int]], int]:

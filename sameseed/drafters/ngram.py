@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from sameseed.drafters._history import History
 from sameseed.errors import ConfigError
 from sameseed.fields import within
 from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
+
+MOST_PLACES = 64  # of the shortest n-gram that are compared, the latest ones
 
 
 class NgramDrafter(Drafter):
@@ -27,58 +30,31 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        self._indexes: dict[int, _Index] = {}
+        self._own: dict[int, History] = {}  # by sequence
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft:
-        o, chains = self.options, []
-        for seq, num in zip(seqs, num_draft, strict=True):
-            index = self._indexes.setdefault(seq.seq_id, _Index(o.min_ngram, o.max_ngram))
-            start = index.find(seq.token_ids) if num else None
-            chain = [] if start is None else seq.token_ids[start : start + num]
-            for i in range(num - len(chain) if chain else 0):  # past the text's end, the copy repeats
-                chain.append(chain[i])
-            chains.append(chain)
-        return Draft.chains(chains)
+        return Draft.chains([self._copied(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
+
+    def _copied(self, seq: Sequence, num_draft: int) -> list[int]:
+        o, best = self.options, 0
+        text = self._own.setdefault(seq.seq_id, History(o.min_ngram, MOST_PLACES))
+        text.add(0, seq.token_ids)
+        chain: list[int] = []
+        for place in text.find(seq.token_ids, o.max_ngram):  # the latest first
+            if place.length > best:
+                best, chain = place.length, seq.token_ids[place.end : place.end + num_draft]
+            if best == o.max_ngram:
+                break
+        for i in range(num_draft - len(chain) if chain else 0):  # past the text's end, the copy repeats
+            chain.append(chain[i])
+        return chain
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        index = self._indexes.get(seq.seq_id)
-        if index is not None:
-            index.rewind(seq.token_ids, length)
+        if (text := self._own.get(seq.seq_id)) is not None:
+            text.rewind(0, length)
 
     def release(self, seq: Sequence) -> None:
-        self._indexes.pop(seq.seq_id, None)
-
-
-class _Index:
-    """Maps each n-gram of a growing list of tokens to the ends of its occurrences. Each token is indexed once."""
-
-    def __init__(self, low: int, high: int) -> None:
-        self._sizes = range(low, high + 1)
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self._num_indexed = 0
-
-    def find(self, tokens: list[int]) -> int | None:
-        """The index after the latest earlier occurrence of the longest suffix that has one; None if no suffix has."""
-        # The n-grams that end with the last token are looked up but not entered yet: they would match themselves.
-        for end in range(self._num_indexed + 1, len(tokens)):
-            for gram in self._grams(tokens, end):
-                self._ends.setdefault(gram, []).append(end)
-        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
-        for gram in reversed(self._grams(tokens, len(tokens))):
-            if ends := self._ends.get(gram):
-                return ends[-1]
-        return None
-
-    def rewind(self, tokens: list[int], length: int) -> None:
-        """Undo the entries for tokens from `length` on. Called before the list loses these tokens."""
-        for end in range(self._num_indexed, length - 1, -1):
-            for gram in self._grams(tokens, end):
-                self._ends[gram].pop()
-        self._num_indexed = min(self._num_indexed, max(0, length - 1))
-
-    def _grams(self, tokens: list[int], end: int) -> list[tuple[int, ...]]:
-        """The n-grams that end before index `end`, the shortest first."""
-        return [tuple(tokens[end - n : end]) for n in self._sizes if n <= end]
+        self._own.pop(seq.seq_id, None)
 
 
 DRAFTER = NgramDrafter

@@ -105,11 +105,11 @@ class SuffixDrafter(Drafter):
         if len(tokens) < o.min_match:
             return best
         suffix = tokens[-o.max_match :]
-        found = [own.find(suffix, o.max_match)]
+        found = [list(own.find(suffix, o.max_match))]
         key = seq.tenant if o.past == "tenant" else ""
         if key in self._past:
             past = self._past[key] = self._past.pop(key)  # now the last used
-            found.append(past.find(suffix, o.max_match))
+            found.append(list(past.find(suffix, o.max_match)))
         for places in found:
             for length in sorted({p.length for p in places}, reverse=True):
                 depth = min(max(1, int(o.length_factor * length)), seq.draft_depth)

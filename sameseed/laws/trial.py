@@ -63,7 +63,7 @@ def leaks(engine: Engine) -> list[str]:
         name = type(level).__name__
         if isinstance(getattr(level, "runner", None), ModelRunner):
             runners.append((name, level.runner))
-        kept = (len(getattr(level, part, ())) for part in ("followers", "_indexes", "_own"))
+        kept = (len(getattr(level, part, ())) for part in ("followers", "_own"))
         found += [f"{name} remembers {n} sequences" for n in kept if n]
     lists = {"live": engine._live, "running": engine.scheduler.running, "waiting": engine.scheduler.waiting}
     found += [f"{len(part)} requests are {name}" for name, part in lists.items() if part]

@@ -65,12 +65,11 @@ def options(**values):
 
 @given(TEXTS, st.integers(1, 3), st.integers(0, 4))
 def test_finds_what_a_search_of_all_texts_finds(texts, ngram, more):
-    history = History(ngram, 1000)
+    history, known = History(ngram, 1000), [[] for _ in texts]
     for key, text in enumerate(texts):
-        grown = []
         for token in text:  # token by token, as a sequence grows
-            grown.append(token)
-            history.add(key, grown)
+            known[key].append(token)
+            history.add(key, known[key])
     suffix, longest = texts[-1], ngram + more
     wanted = []
     for key, text in enumerate(texts):
@@ -81,7 +80,7 @@ def test_finds_what_a_search_of_all_texts_finds(texts, ngram, more):
             if length >= ngram:
                 wanted.append((key, end, length))
     found = [
-        (next(k for k, t in enumerate(history) if t is p.text), p.end, p.length) for p in history.find(suffix, longest)
+        (key, p.end, p.length) for p in history.find(suffix, longest) for key, t in enumerate(known) if t is p.text
     ]
     assert sorted(found) == sorted(wanted)
 
@@ -92,10 +91,10 @@ def test_the_oldest_texts_go_when_the_bound_is_reached(texts, bound):
     for key, text in enumerate(texts * 20):
         history.add(key, text)
         assert history.num_tokens <= max(bound, len(text) - 1)
-        assert key in history, "the latest stays"
+        assert key in history._texts, "the latest stays"
     assert sum(map(len, history._places.values())) <= history.num_tokens, "no place is left of dropped texts"
     for text in texts:
-        assert all(any(p.text is t for t in history) for p in history.find(text, 9))
+        assert all(any(p.text is t for t in history._texts.values()) for p in history.find(text, 9))
 
 
 def test_a_tree_by_how_often():

@@ -59,7 +59,7 @@ def test_what_a_format_has_not(text, words):
     with pytest.raises(ConfigError, match=words):
         QuantScheme.parse(text)
     for weights, activations in (("bf16", "int8"), ("int8", "fp8"), ("auto", "fp8")):
-        with pytest.raises(ConfigError, match="w8a8|fp8-a8"):
+        with pytest.raises(ConfigError, match=r"w8a8|fp8-a8"):
             QuantScheme(weights, activations=activations)
 
 
