@@ -213,15 +213,10 @@ class Engine:
         return {} if curve is None else {f"{m:g}": s for m, s in zip(curve.rows, curve.seconds, strict=True)}
 
     def _lengths(self, seqs: Seq[Sequence], num_rows: int, budget: int) -> list[int]:
-        scripted, beside = [seq for seq in seqs if seq.num_scripted], len(self.scheduler.running) - len(seqs)
-        if scripted:
-            free = [seq for seq in seqs if not seq.num_scripted]
-            chosen = dict(zip(free, self._policies.lengths(free, num_rows, budget, beside), strict=True))
-            # One token less than are left: the pass itself decides the last one, so that no free choice follows it.
-            chosen |= {seq: min(seq.num_scripted - 1, MAX_NODES) for seq in scripted}
-            lengths = [chosen[seq] for seq in seqs]
-        else:
-            lengths = self._policies.lengths(seqs, num_rows, budget, beside)
+        free, beside = [seq for seq in seqs if not seq.num_scripted], len(self.scheduler.running) - len(seqs)
+        chosen = iter(self._policies.lengths(free, num_rows, budget, beside))
+        # One token less than are left: the pass itself decides the last one, so that no free choice follows it.
+        lengths = [min(s.num_scripted - 1, MAX_NODES) if s.num_scripted else next(chosen) for s in seqs]
         self._wanted = {seq.seq_id: k for seq, k in zip(seqs, lengths, strict=True)}
         self._crowded = sum(lengths) >= budget
         if not self.drafter.branches:
