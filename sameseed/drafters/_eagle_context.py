@@ -30,17 +30,22 @@ WAIT_BYTES = 64 << 20  # bytes of hidden states, of all sequences, that may wait
 class Context:
     """State of one sequence. `holder` owns the blocks; its row 0 is position `start`.
 
-    `states`: the target's hidden states float32 [n, F] of the positions `first` .. `end`, in parts.
+    `parts`: the target's hidden states float32 [n, F] up to position `end`, without gaps, each with its first position.
     """
 
     def __init__(self, seq: Sequence, position: int) -> None:
         self.holder = Sequence(seq.seq_id, (), seq.params, seq.seed, seq.tenant)
-        self.start = self.first = self.end = position
-        self.states: deque[Tensor] = deque()
+        self.start = self.end = position
+        self.parts: deque[tuple[int, Tensor]] = deque()
 
     @property
     def num_cached(self) -> int:
         return self.holder.num_cached
+
+    @property
+    def first(self) -> int:
+        """The first position whose hidden states are known."""
+        return self.parts[0][0] if self.parts else self.end
 
     @property
     def next(self) -> int:
@@ -63,48 +68,40 @@ class Context:
 
     def forget(self, position: int) -> None:
         """Drop all hidden states; the next ones to come are for `position`."""
-        self.first = self.end = position
-        self.states.clear()
+        self.end = position
+        self.parts.clear()
 
     def add(self, span: Span, hidden: Tensor) -> None:
         """Add the hidden states [span, F] of positions that became certain."""
         if not self.start <= span.start <= self.end:  # a gap, or an earlier start than so far
             self.restart(span.start)
         if span.end > self.end:
-            self.states.append(hidden[self.end - span.start :])
+            self.parts.append((self.end, hidden[self.end - span.start :]))
             self.end = span.end
 
     def take(self, count: int) -> list[Tensor]:
         """Hidden states for the next `count` rows, in parts."""
-        parts: list[Tensor] = []
-        begin = self.end
-        for part in reversed(self.states):
-            end, begin = begin, begin - len(part)
-            if (low := max(self.next, begin)) < (high := min(self.next + count, end)):
-                parts.append(part[low - begin : high - begin])
-            if begin <= self.next:
-                break
-        return parts[::-1]
+        low, high = self.next, self.next + count
+        return [x[max(0, low - at) : high - at] for at, x in self.parts if at < high and low < at + len(x)]
 
     def trim(self) -> None:
         """Drop hidden states that are no longer needed to compute rows."""
         least = self.next - KEEP
-        while self.states and self.first + len(self.states[0]) <= least:
-            self.first += len(self.states.popleft())
-        if self.states and least - self.first > KEEP:  # of a prompt's pass
-            self.states[0], self.first = self.states[0][least - self.first :].clone(), least
+        while self.parts and self.first + len(self.parts[0][1]) <= least:
+            self.parts.popleft()
+        if self.parts and least - self.first > KEEP:  # of a prompt's pass
+            self.parts[0] = least, self.parts[0][1][least - self.first :].clone()
 
     def rewind(self, length: int) -> None:
         """Drop the rows that hold tokens from `length` on, and the hidden states there: the tokens are taken back."""
-        if not self.states or length < self.first:
+        if not self.parts or length < self.first:
             self.restart(min(length, self.first))
             return
-        while self.end > length:
-            part = self.states.pop()
-            self.end -= len(part)
-            if self.end < length:
-                self.states.append(part[: length - self.end])
-                self.end = length
+        while self.parts and self.end > length:
+            at, part = self.parts.pop()
+            if at < length:
+                self.parts.append((at, part[: length - at]))
+            self.end = max(at, length)
         if length <= self.start:
             self.restart()
         self.holder.num_cached = max(0, min(self.holder.num_cached, length - 1 - self.start))
