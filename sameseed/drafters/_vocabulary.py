@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,18 +55,3 @@ class Reducible(Drafter):
     def draft_only(self, ids: Tensor | None) -> None:
         """From the next pass on, draft only these tokens; None: all. Raises ConfigError if the model has none."""
         self.runner.model = self.whole if ids is None else with_tokens(self.whole, ids)
-
-
-def frequent_tokens(texts: Iterable[Seq[int]], size: int, always: Iterable[int] = ()) -> list[int]:
-    """The `size` most frequent tokens of encoded texts, the most frequent first, after those of `always` (end tokens).
-
-    Ties go to the lower ids. Raises ConfigError for a size below 1 or no texts.
-    """
-    counts: Counter[int] = Counter()
-    for tokens in texts:
-        counts.update(tokens)
-    if size < 1 or not counts:
-        raise ConfigError("a vocabulary needs a size of at least 1, and texts to count tokens in")
-    first = list(dict.fromkeys(always))
-    ranked = sorted(counts.keys() - set(first), key=lambda t: (-counts[t], t))
-    return (first + ranked)[: max(size, len(first))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,6 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(VocabularyArgs, argv, prog).args
     if args.text is None:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
-    from sameseed.drafters._vocabulary import frequent_tokens
     from sameseed.models.loader import load_tokenizer, read_config, resolve_model
     from sameseed.store import replacing
 
@@ -43,9 +43,12 @@ def run(argv: Seq[str], prog: str) -> int:
         why = error.strerror if isinstance(error, OSError) else error
         raise RequestError(f"cannot read {args.text} ({why}); give a UTF-8 text file") from None
     folder = resolve_model(args.model)
-    tokenizer = load_tokenizer(folder)
-    encoded = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
-    ids = frequent_tokens(encoded, args.size, read_config(folder).eos_token_ids)
+    encode = load_tokenizer(folder).encode
+    counts = Counter(token for line in lines for token in encode(line, add_special_tokens=False))
+    if args.size < 1 or not counts:
+        raise ConfigError("a vocabulary needs a size of at least 1, and texts to count tokens in")
+    ids = list(read_config(folder).eos_token_ids)
+    ids += sorted(counts.keys() - set(ids), key=lambda t: (-counts[t], t))[: max(0, args.size - len(ids))]
     if args.out is None:
         print(json.dumps(ids))
         return 0
@@ -54,8 +57,6 @@ def run(argv: Seq[str], prog: str) -> int:
             file.write((json.dumps(ids) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write {args.out} ({error.strerror}); choose another with -o") from None
-    known = set(ids)
-    total = sum(map(len, encoded))
-    share = sum(t in known for line in encoded for t in line) / total
+    share, total = sum(counts[t] for t in ids) / counts.total(), counts.total()
     print(f"{args.out}: {len(ids)} tokens, {share:.1%} of the {total} in {args.text}")
     return 0

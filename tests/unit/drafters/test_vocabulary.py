@@ -1,4 +1,4 @@
-"""Reduced vocabularies: read from files, made from token counts, and used by drafters."""
+"""Reduced vocabularies: read from files, made by a command, and used by drafters."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sameseed import LLM
 from sameseed.cli import main
 from sameseed.config import SpecConfig
 from sameseed.drafters._choices import choices, likely, native_choices, native_likely, numpy_choices, numpy_likely
-from sameseed.drafters._vocabulary import frequent_tokens, read_vocabulary
+from sameseed.drafters._vocabulary import read_vocabulary
 from sameseed.drafters.ngram import NgramDrafter
 from sameseed.errors import ConfigError
 from sameseed.models.inner import with_tokens
@@ -50,16 +50,6 @@ def test_an_option_of_this_name_is_a_drafters_own_without_an_lm_head(pair_folder
 
     with LLM(str(pair_folders[0]), Own, max_num_seqs=1) as llm:
         assert llm.engine.drafter.options.vocabulary == 8
-
-
-def test_frequent_tokens():
-    found = [[5, 5, 7, 9], [7, 5, 2], [1]]
-    assert frequent_tokens(found, 3) == [5, 7, 1]
-    assert frequent_tokens(found, 3, always=[0, 7]) == [0, 7, 5]
-    assert frequent_tokens(found, 99) == [5, 7, 1, 2, 9]
-    for texts_, size in (([], 3), ([[1]], 0)):
-        with pytest.raises(ConfigError, match="size of at least 1, and texts"):
-            frequent_tokens(texts_, size)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "self_quant", "cascade"])
