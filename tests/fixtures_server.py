@@ -132,7 +132,14 @@ def codec(pair, template=TEMPLATE, marks=()):
     backend = HFTokenizer.from_str(pair.tokenizer.as_files()["tokenizer.json"])
     backend.add_special_tokens(list(marks))
     config = json.dumps({"chat_template": template, "eos_token": "<|end|>"})
-    return TextCodec({"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}, MODEL_VOCAB, MAX_LEN)
+
+    async def render(content):
+        messages, tools, options = content
+        return made.tokenizer.render_chat(messages, True, tools, options, guarded=True)
+
+    files = {"tokenizer.json": backend.to_str(), "tokenizer_config.json": config}
+    made = TextCodec(files, MODEL_VOCAB, MAX_LEN, render)
+    return made
 
 
 async def until(condition):

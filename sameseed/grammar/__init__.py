@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from sameseed.errors import RequestError
 from sameseed.request import Grammar
-from sameseed.tokenizer import shared
 
 # Thread time in seconds that a grammar may take: FREE in all, plus EACH per mask. A grammar that takes more is given
 # up, because it delays all sequences of a batch.
@@ -56,14 +55,14 @@ class Vocabulary:
                 for head in (piece[:size] for size in _HEADS if size <= len(piece)):
                     self._longest[head] = max(self._longest.get(head, 0), len(piece))
 
-    def beginning(self, text: bytes, beyond: int = 0) -> list[int]:
-        """The tokens that spell a prefix of `text` of more than `beyond` bytes."""
+    def beginning(self, text: bytes) -> list[int]:
+        """The tokens that spell a prefix of `text`."""
         longest = len(text)
         for size in _HEADS:
             if size > longest:
                 break
             longest = min(longest, self._longest.get(text[:size], size - 1))
-        return [token for end in range(beyond + 1, longest + 1) for token in self._tokens.get(text[:end], ())]
+        return [token for end in range(1, longest + 1) for token in self._tokens.get(text[:end], ())]
 
     def spell(self, token_ids: Seq[int]) -> bytes:
         """The bytes of `token_ids`, up to the first end token."""
@@ -83,7 +82,6 @@ class Choice:
 
     def __init__(self, choices: Seq[str], vocabulary: Vocabulary) -> None:
         self._choices = sorted({c.encode("utf-8") for c in choices})
-        self._common = [0, *map(shared, self._choices, self._choices[1:])]  # bytes shared with the choice before
         self._vocabulary = vocabulary
         self._known: OrderedDict[tuple[int, int], NDArray[np.int64]] = OrderedDict()
         self._lock = threading.Lock()
@@ -110,15 +108,10 @@ class Choice:
         return self
 
     def _tokens(self, begin: int, end: int, size: int) -> list[int]:
-        """The tokens that may come next in the choices begin..end, which share their first `size` bytes.
-
-        Tokens within the bytes that a choice shares with the one before were found there: thousands of choices with a
-        long common beginning would else use up the time limit.
-        """
+        """The tokens that may come next in the choices begin..end, which share their first `size` bytes."""
         tokens = list(self._vocabulary.eos_token_ids) if len(self._choices[begin]) == size else []
-        for i in range(begin, end):
-            seen = self._common[i] - size if i > begin else 0
-            tokens += self._vocabulary.beginning(self._choices[i][size:], seen)
+        for choice in self._choices[begin:end]:
+            tokens += self._vocabulary.beginning(choice[size:])
         return tokens
 
 

@@ -75,18 +75,13 @@ class ServerConfig(ServerFlags):
                 raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for file in filter(None, (self.ssl_certfile, self.ssl_keyfile)):
-            try:
-                file.open("rb").close()
-            except OSError as error:
-                raise ConfigError(f"cannot read {file} ({error.strerror}); give a PEM file") from None
         try:  # the password keeps OpenSSL from asking for one in the terminal
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
-        except (ssl.SSLError, ValueError) as error:
-            why = (getattr(error, "reason", None) or "not PEM, or with a password").lower().replace("_", " ")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM, or with a password"
             raise ConfigError(
-                f"--ssl-certfile and --ssl-keyfile are no pair for TLS ({why}); give a PEM certificate and its key, "
-                "which has no password"
+                f"--ssl-certfile and --ssl-keyfile cannot be used ({why.lower().replace('_', ' ')}); give a PEM "
+                "certificate and its key, which has no password"
             ) from None
         return context
 

@@ -30,11 +30,9 @@ SLACK = 4  # a factor: a normalizer may shorten a text, but not by this much
 class TextCodec:
     """A loaded model's tokenizer, with the model's limits."""
 
-    def __init__(
-        self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Writer | None = None
-    ) -> None:
-        """`render` renders a conversation with the chat template, in a helper process. None: render in a thread."""
-        self._render = render or self._render_here
+    def __init__(self, files: Mapping[str, str], vocab_size: int, max_model_len: int, render: Writer) -> None:
+        """`render` renders a conversation with the chat template, which is a program: elsewhere."""
+        self._render = render
         self.tokenizer = Tokenizer.from_files(files)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -74,7 +72,7 @@ class TextCodec:
         return made
 
     async def encode(self, content: str | Render, special: bool = False) -> list[int]:
-        """Token ids of a text or a conversation of any length. Templates are programs, so `render` runs elsewhere."""
+        """Token ids of a text or a conversation of any length."""
         if isinstance(content, str):
             return await self.away(len(content), lambda: self.tokenizer.encode(content, special))
         documents = "documents" in content.options
@@ -85,11 +83,6 @@ class TextCodec:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
         text = await self._render(content)
         return await self.away(len(text), lambda: self.tokenizer.encode_chat(text, special))
-
-    async def _render_here(self, content: Render) -> str:
-        messages, tools, options = content
-        render = self.tokenizer.render_chat
-        return await self.away(INLINE + 1, lambda: render(messages, True, tools, options, guarded=True))
 
     def name(self, token_id: int, begins: bool = False) -> str:
         """The text that a token adds, or its bytes in OpenAI's notation if it is part of a character: see `piece`."""

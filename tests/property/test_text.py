@@ -140,7 +140,7 @@ def test_a_grammar_sees_the_text(kind, data, begins):
 
 def echoed(tokenizer, prompt, output, skip=True):
     """An answer that repeats its prompt, with the text and the tokens' places that a stream of it gives."""
-    text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64)
+    text = TextCodec(tokenizer.as_files(), tokenizer.vocab_size, 64, None)
     fields, params = CompletionFields(prompt=prompt, logprobs=1), SamplingParams(skip_special_tokens=skip)
     add, echoes = Add("id", [prompt], params), [tokenizer.decode(prompt, skip)]
     replies = [CompletionReply(add, fields, text, echoes=echoes) for _ in range(2)]

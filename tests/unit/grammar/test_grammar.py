@@ -10,7 +10,7 @@ from lawkit import EOS, MODEL_VOCAB, Pair, assert_nothing_left, finished, make_e
 
 from sameseed.errors import RequestError
 from sameseed.grammar import Choice, Vocabulary
-from sameseed.request import FinishReason, Request, SamplingParams
+from sameseed.request import Request, SamplingParams
 from sameseed.server.text import vocabulary as vocabulary_of
 
 CHOICES = ["the sum", "the whole", "the", "für", "你好", "list"]
@@ -36,17 +36,6 @@ def test_every_choice_can_be_made(pair, vocabulary):
     hot = SamplingParams(max_tokens=20, temperature=8.0)
     counts = Counter(c.text for c in write(make_engine(pair, seqs=32), Choice(CHOICES, vocabulary), hot, range(120)))
     assert set(counts) == set(CHOICES)
-
-
-def test_what_choices_share_is_looked_up_once(monkeypatch):
-    """Else thousands of choices with a common beginning use up the time limit."""
-    vocabulary = Vocabulary([*(bytes([b]) for b in range(128)), b"ab", b"end"], [129])
-    looked_up = []
-    beginning = vocabulary.beginning
-    monkeypatch.setattr(vocabulary, "beginning", lambda *args: looked_up.extend(found := beginning(*args)) or found)
-    grammar = Choice([f"{'ab' * 30}{i:03d}" for i in range(300)], vocabulary)
-    assert np.flatnonzero(grammar.allowed([128] * 5, [])).tolist() == [ord("a"), 128]
-    assert len(looked_up) == len(set(looked_up))
 
 
 def test_masks_are_those_of_every_choice_on_its_own():
@@ -118,14 +107,6 @@ def test_a_drafter_whose_grammar_fails_goes_on(reference_pair, method, error, ca
     assert (before.num_rounds, before.num_drafts) == (after.num_rounds, after.num_drafts)
     assert failing["bound"].metrics.spec.num_drafts >= sound["bound"].metrics.spec.num_drafts - 3 > 0
     assert not caplog.records
-
-
-def test_a_text_whose_grammar_is_given_up_ends_alone(pair, caplog):
-    engine = make_engine(pair)
-    engine.add(Request("bound", (9, 9), SamplingParams(), 1, grammar=GivesUp(3, RequestError("too long")).another()))
-    other = write(engine, None, SamplingParams(max_tokens=9), range(1))[0]
-    assert other.finish_reason == FinishReason.LENGTH or other.token_ids[-1] == EOS
-    assert [(r.levelname, r.exc_info) for r in caplog.records] == [("WARNING", None)]
 
 
 def test_bytes_end_with_the_first_end_token():

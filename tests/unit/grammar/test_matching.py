@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import re
 import time
 
@@ -214,12 +213,12 @@ def test_every_pair_of_feature_and_grammar(pair, words, name):
 class Failing:
     """Raises an error after `after` tokens."""
 
-    def __init__(self, whole, after):
-        self.whole, self.after = whole, after
+    def __init__(self, whole, after, error):
+        self.whole, self.after, self.error = whole, after, error
 
     def allowed(self, output, path):
         if len(output) + len(path) >= self.after:
-            raise RuntimeError("the matcher broke")
+            raise self.error
         return self.whole.allowed(output, path)
 
     def another(self):
@@ -229,24 +228,27 @@ class Failing:
 @pytest.mark.failing_drafter
 @pytest.mark.parametrize("method", ["none", "draft_model", "eagle"])
 def test_a_grammar_that_fails_ends_its_request_alone(pair, words, person, method, caplog):
-    params = SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)
-    bound = SamplingParams(max_tokens=30, temperature=1.0)
+    """One that is given up is warned of, one that breaks is logged with its trace."""
+    free, bound = (SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=i) for i in (True, False))
+    errors = {"given up": RequestError("too long"), "broken": RuntimeError("the matcher broke")}
 
-    def neighbours(engine, broken):
-        engine.add(Request("free", (9, 8), params, 1))
+    def neighbours(engine, names):
+        engine.add(Request("free", (9, 8), free, 1))
         engine.add(Request("bound", (9, 7), bound, 2, grammar=words.matched(person)))
-        if broken:
-            engine.add(Request("broken", (9, 6), bound, 3, grammar=Failing(words.matched(person), 7)))
+        for name in names:
+            engine.add(Request(name, (9, 6), bound, 3, grammar=Failing(words.matched(person), 7, errors[name])))
         done = {name: completion for (name, _), completion in finished(engine).items()}
         assert_nothing_left(engine)
         return done
 
-    alone = neighbours(make_engine(pair, method), broken=False)
-    with caplog.at_level(logging.CRITICAL, "sameseed"):
-        beside = neighbours(make_engine(pair, method), broken=True)
-    broken = beside.pop("broken")
-    assert broken.finish_reason == FinishReason.ERROR and len(broken.token_ids) == 7
+    alone = neighbours(make_engine(pair, method), ())
+    beside = neighbours(make_engine(pair, method), errors)
+    for name in errors:
+        failed = beside.pop(name)
+        assert failed.finish_reason == FinishReason.ERROR and len(failed.token_ids) == 7
     assert {k: c.token_ids for k, c in beside.items()} == {k: c.token_ids for k, c in alone.items()}
+    told = {(record.levelname, record.exc_info is not None) for record in caplog.records}
+    assert told >= {("WARNING", False), ("ERROR", True)}
 
 
 def test_ambiguity_ends_within_its_allowance(words, vocabulary):

@@ -352,6 +352,10 @@ WRITTEN = [
     ({"prefixItems": [{"$ref": "#/prefixItems/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"items": [{"$ref": "#/items/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"type": "string", "nullable": True}, ['"a"', "null"], ["1"]),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": arm("b", DAY)}}, ["{}", "null"], ["1"]),
+    ({"enum": ["a", "b"], "type": "string"}, ['"a"'], ['"c"']),
+    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["[1]"], ["[1,1]"]),
+    ({"type": "string", "minLength": 1.0, "maxLength": 3.0}, ['"abc"'], ['""', '"abcd"']),
     ({"anyOf": [{"not": {}}, {"const": "a", "enum": ["a"], "type": "string"}]}, ['"a"'], ['"b"']),
     (
         {"oneOf": [{"enum": ["A", "B"]}, arm("C", {"type": "string"}, "C", **CLOSED), arm("D", {}, "D", **CLOSED)]},
@@ -391,7 +395,8 @@ def test_schemas_mean_what_they_say(words, schema, taken, refused):
         [arm("a", {}, "a", **CLOSED), {"type": "object", "patternProperties": {"^a": {}}, **CLOSED}],
         [{"minItems": 1}, {"type": "object"}],
         [{"allOf": [{"required": ["a"]}, {"properties": {"a": {}}}]}, {"const": 1}],
-        [{"enum": ["a", 1]}, {"type": "number"}], [{"type": "string", "nullable": True}, {"type": "null"}],
+        [{"enum": ["a", 1]}, {"type": "number"}], [{"type": "integer"}, {"type": ["string", "integer"]}],
+        [{"type": "string", "nullable": True}, {"type": "null"}],
     ],
 )  # fmt: skip
 def test_one_of_what_could_match_twice_is_refused(words, arms):
