@@ -29,14 +29,11 @@ _KEYS = ("arguments", "parameters")
 _NAME = r"([A-Za-z0-9_-]{1,64})"
 _HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:{"|".join(_KEYS)})"\s*:\s*(?=\{{)')
 _OTHER = re.compile(r'[\[{\s]*"(?!(?:name|arguments|parameters|function|type|id)")[^"]*"')  # no call's first key
-_NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
+_NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]{{0,64}}\s*)?(?:\[ARGS\]\s*)?(?=\{{)")
 _PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
 _CALLED = re.compile(rf"\s*call:\s*{_NAME}\s*(?=\{{)")
 _QUOTED = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:[^"\\]|\\.)*"|(?<=[{,])([^"{}\[\]:,<]+)(?=:)', re.DOTALL)
-# Texts that may still become such a beginning.
-_BEFORE_NAMED = re.compile(r"\s*[\w-]{0,64}\s*(?:\[[A-Z_]{0,7}\]?\s*[\w-]{0,64}\s*){0,2}")
-_BEFORE_JSON = re.compile(r"\[\s*")
-_BEFORE_PYTHON = re.compile(r"\s*\[\s*[\w-]{0,64}\s*")
+_LONGEST_HEAD = 160  # characters without space: more than any of these beginnings has
 _GAP = re.compile(r"\s*(?:(?:;|<\|\w+\|>)\s*)*")  # between calls without marks
 _BEFORE_GAP = re.compile(r"<(?:\|\w*\|?)?")
 
@@ -262,9 +259,7 @@ class Parser:
             braces.at = max(braces.at, head.end())
             end = braces.find(buffer)
             return _named, end, end
-        kinds = "{", "[", XML if XML in form.marks else "call:" if GEMMA in form.marks else "{"
-        before = _BEFORE_PYTHON if form.python else _BEFORE_JSON if form.close else _BEFORE_NAMED
-        may = any(kind.startswith(begin) for kind in kinds) or before.fullmatch(begin)
+        may = (self._mark or begin[:1] in ("{", "[", "")) and len("".join(begin.split())) < _LONGEST_HEAD
         return none if self._last or not may else None
 
     def _xml_region(self) -> tuple[Reader | None, int, int] | None:
