@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+FLAGS += ("--window-size=1280,860",)  # wide enough for the page's two columns
 WAIT = 30.0  # seconds at most, on a busy machine
 
 
@@ -42,16 +43,6 @@ class Browser:
     def focused(self):
         """The id of the element with the focus."""
         return str(self.run("return document.activeElement.id"))
-
-    def resize(self, width, height):
-        """Set the size of the page in CSS pixels."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def media(self, **features):
-        """Emulate media features, such as `prefers_color_scheme="dark"`; without arguments, emulate none."""
-        pairs = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": pairs})
 
     def complaints(self):
         """Errors in the browser's console since the last call."""

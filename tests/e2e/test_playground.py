@@ -1,4 +1,4 @@
-"""The playground as a user sees it, in a headless browser: chat, race, stop, key, keyboard, phone, dark mode."""
+"""The playground as a user sees it, in a headless browser: chat, race, stop, key, Markdown, errors."""
 
 import json
 
@@ -9,7 +9,7 @@ from fixtures_models import embedded
 from fixtures_server import serving, wait_until
 
 KEY = "a-key-for-the-test"
-ENTER, ESCAPE, TAB, SHIFT, LEFT, NULL = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue012", "\ue000"
+ENTER, ESCAPE = "\ue007", "\ue00c"
 PROMPT = "John buys 4 pounds of beef. He uses all but 1 pound in soup. How many pounds are in the soup?"
 
 # Records what the page sends from now on.
@@ -36,9 +36,7 @@ def server(browser):
 
 @pytest.fixture
 def page(browser, server):
-    """The page with its key: wide, light, greedy, short answers. At the end the console must hold no errors."""
-    browser.resize(1280, 860)
-    browser.media(prefers_color_scheme="light")
+    """The page with its key: greedy, short answers. At the end the console must hold no errors."""
     browser.driver.get(server.url)
     if browser.run("localStorage.clear(); return sessionStorage.getItem('sameseed-key')") != KEY:
         browser.run("sessionStorage.setItem('sameseed-key', arguments[0])", KEY)
@@ -84,11 +82,8 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(browser, server):
     browser.press(KEY, ENTER)
     browser.until(lambda: "embedded" in browser["facts"].text)
     assert not browser["key-dialog"].is_displayed()
-    assert browser.run("return [localStorage.getItem('sameseed-key'), document.cookie, location.search]") == [
-        None,
-        "",
-        "",
-    ]
+    kept = browser.run("return [localStorage.getItem('sameseed-key'), document.cookie, location.search]")
+    assert kept == [None, "", ""]
     browser.driver.refresh()
     browser.until(lambda: "embedded" in browser["facts"].text)
     browser["key"].click()
@@ -113,14 +108,6 @@ def test_chat_shows_who_guessed_each_token(page, server):
     assert [text for text, _ in shown] == [
         made["message"]["content"][a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)
     ]
-    looks = page.run(
-        "return ['.g1', '.g2', '.own'].map((c) => getComputedStyle(document.querySelector('.answer ' + c)))"
-        ".map((s) => [s.textDecorationLine, s.textDecorationStyle, s.backgroundColor])"
-    )
-    assert len({tuple(look) for look in looks}) == 3
-    assert [look[:2] for look in looks] == [["underline", "solid"], ["underline", "dashed"], ["none", "solid"]]
-    titles = {s.get_attribute("title") for s in page.all(".answer .guess")}
-    assert titles == {f"drafted by {name}, accepted by the model" for name in ("n-gram lookup", "draft model")}
     counts = [item.text for item in page.all("#legend li")]
     assert counts == [
         f"{name} {made['levels'].count(level)}"
@@ -131,14 +118,6 @@ def test_chat_shows_who_guessed_each_token(page, server):
 def test_the_race_ends_in_the_same_text(page):
     settings(page, temperature=0.8)
     page.run(WATCH)
-    page.run("""
-        window.clocks = {off: [], on: []};
-        for (const [name, times] of Object.entries(clocks)) {
-          const clock = document.querySelector(`#lane-${name} [data-part=clock]`);
-          const note = () => { if (/\\d/.test(clock.textContent)) times.push(parseFloat(clock.textContent)); };
-          new MutationObserver(note).observe(clock, {childList: true});
-        }
-        """)
     page["tab-race"].click()
     page["race-text"].clear()
     page["race-text"].send_keys(PROMPT, ENTER)
@@ -153,8 +132,6 @@ def test_the_race_ends_in_the_same_text(page):
     warm, off_body, on_body = page.run("return bodies")
     assert len({b.pop("cache_salt") for b in (warm, off_body, on_body)}) == 3, "neither run leaves the other anything"
     assert off_body.pop("speculation") == warm["speculation"] == "off" and on_body == off_body
-    watched = page.run("return Object.values(clocks)")
-    assert all(len(times) > 1 and times == sorted(times) for times in watched), "no clock ever ran back"
     page["replay"].click()
     page.until(lambda: page["race-go"].is_displayed())
     assert page.run("return document.querySelector('#lane-on .said').textContent") == on
@@ -242,9 +219,6 @@ def test_markdown_and_code_are_shown_as_such(page):
     links = [a.get_attribute("href") for a in said.find_elements("css selector", "a")]
     assert links == ["https://example.org/a_b_c"] and found("p")[-1].startswith("[evil](javascript:")
     assert not said.find_elements("css selector", "img, script, b")
-    assert all(
-        c == "own" for c in page.run("return [...arguments[0].querySelectorAll('span')].map((s) => s.className)", said)
-    )
     streams(page, "<think>\nwhy", "</think>\n\nso")
     said = asked(page, "y").find_element("css selector", ".said")
     assert found("details p") == ["why"] and found(":scope > p") == ["so"]

@@ -1,6 +1,7 @@
 """Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: no request leaves a trace."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -19,64 +20,46 @@ KINDS = ["plain"] * 10 + ["stream"] * 8 + ["slow"] * 2 + ["left"] * 6 + ["malfor
 
 
 def fields(i):
-    """Parameters of the i-th request: greedy or sampled, short or long, with and without penalties and speculation."""
-    made = {"max_tokens": 4 + i % 40, "seed": i % 5, "temperature": (0.0, 0.8, 1.2)[i % 3]}
-    made |= {"ignore_eos": True} | ({"presence_penalty": 0.5} if i % 4 == 0 else {})
-    return made
-
-
-@pytest.fixture(scope="module")
-def server(pair_folders):
-    flags = ["--model", str(pair_folders[0]), "--draft", str(pair_folders[1])]
-    with serving(*flags, "--max-num-seqs", "8") as made:
-        yield made
+    """Parameters of the i-th request: greedy or sampled, short or long, with and without penalties."""
+    made = {"max_tokens": 4 + i % 40, "seed": i % 5, "temperature": (0.0, 0.8, 1.2)[i % 3], "ignore_eos": True}
+    return made | ({"presence_penalty": 0.5} if i % 4 == 0 else {})
 
 
 async def visit(http, i, counts):
-    """Send one request of a random kind; returns its number and its text, if it has one."""
-    rng = random.Random(i)
+    """Send one request of a random kind; returns its text, if it has one."""
+    rng, path = random.Random(i), "/v1/completions"
     kind, body = rng.choice(KINDS), {"prompt": PROMPTS[i % 8], **fields(i)}
-    if i % 5 == 0:
-        body["speculation"] = "off"
-    path, text = "/v1/completions", None
-    if kind == "malformed":
-        body["temperature"] = rng.choice(["x", -1, None, [1]]) or "y"
-    if kind in ("plain", "malformed"):
-        response = await http.post(path, json=body)
-        counts[kind, response.status_code] += 1
-        if response.status_code == 200:
-            text = response.json()["choices"][0]["text"]
-    elif kind == "left":
+    body |= {"speculation": "off"} if i % 5 == 0 else {}
+    if kind == "left":
         try:
             await asyncio.wait_for(http.post(path, json={**body, "max_tokens": 200}), rng.random() * 0.1)
         except asyncio.TimeoutError:
             counts[kind, 499] += 1
-    else:
-        async with http.stream("POST", path, json={**body, "stream": True}) as response:
-            counts[kind, response.status_code] += 1
-            text = ""
-            async for line in response.aiter_lines():
-                if kind == "slow":
-                    await asyncio.sleep(rng.random() * 0.05)
-                if line.startswith("data: {"):
-                    text += httpx.Response(200, text=line[6:]).json()["choices"][0]["text"]
-    return None if text is None else (i, text)
+        return None
+    if kind in ("plain", "malformed"):
+        response = await http.post(path, json=body | ({"temperature": "x"} if kind == "malformed" else {}))
+        counts[kind, response.status_code] += 1
+        return response.json()["choices"][0]["text"] if response.status_code == 200 else None
+    text = ""
+    async with http.stream("POST", path, json={**body, "stream": True}) as response:
+        counts[kind, response.status_code] += 1
+        async for line in response.aiter_lines():
+            await asyncio.sleep(rng.random() * 0.05 if kind == "slow" else 0)
+            text += json.loads(line[6:])["choices"][0]["text"] if line.startswith("data: {") else ""
+    return text
 
 
 async def visit_all(url, numbers, counts):
     """Send the requests with a fixed number of clients at once; texts by request."""
     todo, texts = iter(numbers), {}
-    limits = httpx.Limits(max_connections=CONCURRENCY)
 
     async def visitor(http):
         for i in todo:
-            made = await visit(http, i, counts)
-            if made is not None:
-                texts[made[0]] = made[1]
+            texts[i] = await visit(http, i, counts)
 
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=CONCURRENCY)) as http:
         await asyncio.gather(*(visitor(http) for _ in range(CONCURRENCY)))
-    return texts
+    return {i: text for i, text in texts.items() if text is not None}
 
 
 def resident(pid):
@@ -85,25 +68,24 @@ def resident(pid):
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-def test_load(server, pair_folders):
-    counts = Counter()
-    pids = (server.process.pid, server.engine_pid)
-    warm_up = NUM_REQUESTS // 5
-    texts = asyncio.run(visit_all(server.url, range(warm_up), counts))
-    before = [resident(p) for p in pids]
-    texts |= asyncio.run(visit_all(server.url, range(warm_up, NUM_REQUESTS), counts))
-    assert {status for _, status in counts} <= {200, 400, 499}, counts
-    assert counts["malformed", 400] == sum(n for (kind, _), n in counts.items() if kind == "malformed")
-    with server.client() as http:
-        wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
-        wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
-        wait_until(lambda: num_files(pids[0]) < 30)
-        assert gauge(http, "spec_decode_num_draft_tokens_total") > 0
-    after = [resident(p) for p in pids]
-    print(dict(counts), f"kB before {before}, after {after}")
-    assert all(late < 1.05 * early for early, late in zip(before, after, strict=True)), (before, after)
-    assert pids == (server.process.pid, server.engine_pid), "no engine died"
-    assert not [entry for entry in server.log if "trace" in entry]
+def test_load(pair_folders):
+    counts, warm_up = Counter(), NUM_REQUESTS // 5
+    with serving("--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--max-num-seqs", "8") as server:
+        pids = (server.process.pid, server.engine_pid)
+        texts = asyncio.run(visit_all(server.url, range(warm_up), counts))
+        before = [resident(p) for p in pids]
+        texts |= asyncio.run(visit_all(server.url, range(warm_up, NUM_REQUESTS), counts))
+        assert {status for _, status in counts} <= {200, 400, 499}, counts
+        assert counts["malformed", 400] == sum(n for (kind, _), n in counts.items() if kind == "malformed")
+        with server.client() as http:
+            wait_until(lambda: gauge(http, "num_requests_running") + gauge(http, "num_requests_waiting") == 0)
+            wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+            wait_until(lambda: num_files(pids[0]) < 30)
+            assert gauge(http, "spec_decode_num_draft_tokens_total") > 0
+        after = [resident(p) for p in pids]
+        assert all(late < 1.05 * early for early, late in zip(before, after, strict=True)), (before, after)
+        assert pids == (server.process.pid, server.engine_pid), "no engine died"
+        assert not [entry for entry in server.log if "trace" in entry]
     llm = LLM(str(pair_folders[0]))
     for i in random.Random(0).sample(sorted(texts), NUM_COMPARED):
         assert texts[i] == llm.generate(PROMPTS[i % 8], SamplingParams(**fields(i)))[0].text, i
