@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -47,7 +48,7 @@ class Helper:
         self._pid: int | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._results: Unpacker[HelperResult] = Unpacker(HelperResult)
-        self._jobs: set[asyncio.Task[HelperResult]] = set()  # one runs, the others wait
+        self._num_jobs = 0  # one runs, the others wait
         self._closed = False
 
     async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
@@ -56,20 +57,13 @@ class Helper:
         `name`: the field that an error names; `size`: approximate characters of the frame.
         Raises HelperDiedError; ApiError 400 if the job is refused, 503 if too many jobs wait or the server shuts down.
         """
-        if self._closed:
-            raise unavailable(ENDED)
-        if len(self._jobs) > self._max_waiting:
+        if self._num_jobs > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
-        job = asyncio.get_running_loop().create_task(self._answer(frame, size))
-        self._jobs.add(job)
+        self._num_jobs += 1
         try:
-            await asyncio.wait({job})
+            result = await self._answer(frame, size)
         finally:
-            job.cancel()  # if the caller was cancelled
-            self._jobs.discard(job)
-        if job.cancelled():
-            raise unavailable(ENDED)
-        result = job.result()
+            self._num_jobs -= 1
         if result.fault == "request":
             raise bad_request(result.text, name)
         if result.fault == "machine":
@@ -80,8 +74,8 @@ class Helper:
     def refuse(self) -> None:
         """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
         self._closed = True
-        for job in self._jobs:
-            job.cancel()
+        if self._pid is not None:  # who waits for its answer hears of its death
+            os.kill(self._pid, signal.SIGKILL)
 
     async def close(self) -> None:
         self.refuse()
@@ -103,7 +97,9 @@ class Helper:
 
     async def _start(self) -> None:
         await self._end()
-        setup = await asyncio.to_thread(lambda: frames.pack(self._setup()))
+        setup = b"" if self._closed else await asyncio.to_thread(lambda: frames.pack(self._setup()))
+        if self._closed:
+            raise unavailable(ENDED)
         try:
             self._pid, ours = self._spawn()
             self._streams = await asyncio.open_unix_connection(sock=ours)
@@ -125,7 +121,7 @@ class Helper:
 
         Raises HelperDiedError; ApiError 503 if the server has ended the process meanwhile.
         """
-        if self._streams is None:
+        if self._closed or self._streams is None:
             raise unavailable(ENDED)
         reader, writer = self._streams
         try:
@@ -133,6 +129,8 @@ class Helper:
             return await asyncio.wait_for(self._results.next(reader), patience)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, frames.FrameError) as error:
             code = await self._end()
+            if self._closed:
+                raise unavailable(ENDED) from None
             spent = code == -signal.SIGPROF  # by its own timer
             if not spent:
                 log.error("a process beside the server ended with code %s (%s)", code, type(error).__name__)

@@ -70,7 +70,8 @@ def resident(pid):
 
 def test_load(pair_folders):
     counts, warm_up = Counter(), NUM_REQUESTS // 5
-    with serving("--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--max-num-seqs", "8") as server:
+    flags = ("--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--policy", "fixed")
+    with serving(*flags, "--max-num-seqs", "8") as server:
         pids = (server.process.pid, server.engine_pid)
         texts = asyncio.run(visit_all(server.url, range(warm_up), counts))
         before = [resident(p) for p in pids]
