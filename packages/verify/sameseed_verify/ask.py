@@ -1,11 +1,11 @@
-"""Asking a server: one question at a time or several at once, within a budget; answers as text, tokens and counts."""
+"""Asking a server: one question at a time or several at once, within bounds; answers as text, tokens and counts."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import itertools
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence as Seq
@@ -24,15 +24,6 @@ MAX_DETAIL = 300  # characters of an error's text that are kept
 NOT_SENT = "not sent"
 NO_KEY = "wants an API key; give --api-key-file, or set the variable of --api-key-variable"
 _UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, IndexError)
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server and its model. `url`: what its routes begin with, e.g. http://127.0.0.1:8000/v1."""
-
-    url: str
-    model: str = ""
-    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,36 +62,6 @@ class ServedText:
         """Whether the server refused the request (HTTP 4xx, except busy ones)."""
         said = self.error or ""
         return said.startswith("HTTP 4") and not said.startswith(("HTTP 408", "HTTP 429"))
-
-
-@dataclass
-class RequestBudget:
-    """Bounds on requests (retries too) and seconds. `ended`: why nothing more is sent; `died`: the server is gone."""
-
-    requests: int
-    seconds: float
-    spent: int = 0
-    ended: str = ""
-    died: bool = False
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def passed(self) -> float:
-        """Seconds since the budget was created."""
-        return time.monotonic() - self.began
-
-    def take(self) -> bool:
-        """Take one request from the budget; False if none may be sent."""
-        if not self.ended and self.spent >= self.requests:
-            self.ended = f"the {self.requests} requests of --requests were sent"
-        self.spent += self.left()
-        return not self.ended
-
-    def left(self) -> bool:
-        """Whether seconds are left and nothing has ended the inquiry."""
-        if not self.ended and self.passed >= self.seconds:
-            self.ended = f"the {self.seconds:g} seconds of --seconds were over"
-        return not self.ended
 
 
 @dataclass(frozen=True)
@@ -144,46 +105,67 @@ def is_near(url: str) -> bool:
     return "." not in host
 
 
-async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
-    """The server's description of the named or first model; empty if that is not listed. Raises VerifyError."""
-    try:
-        response = await client.get(f"{endpoint.url}/models")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise VerifyError(f"no server at {endpoint.url} ({error or type(error).__name__}); is it running?") from None
-    code = response.status_code
-    if response.has_redirect_location:
-        raise VerifyError(f"{endpoint.url}/models has moved; give {response.url.join(response.headers['location'])}")
-    if code == 401 or (code == 403 and not endpoint.model):
-        raise VerifyError(f"{endpoint.url} {NO_KEY}")
-    models: list[dict[str, Any]] = []
-    if code == 200:
-        with suppress(*_UNREADABLE):
-            models = [dict(m) for m in response.json().get("data") or [{}]]
-    if endpoint.model:
-        return next((m for m in models if m.get("id") == endpoint.model), {})
-    if not models:
-        raise VerifyError(f"{endpoint.url}/models ({code}) is no list of OpenAI's API; name the model with --name")
-    return models[0]
-
-
+@dataclass
 class Asker:
-    """Sends questions. `extras`: send fields beyond OpenAI's API. `failures`: failed requests by kind of error."""
+    """Sends questions to a model of a server, within bounds on requests (retries too) and seconds.
 
-    def __init__(
-        self, client: httpx.AsyncClient, endpoint: Endpoint, budget: RequestBudget, timeout: float, extras: bool = True
-    ) -> None:
-        self.client, self.endpoint, self.budget, self.timeout = client, endpoint, budget, timeout
-        self.extras = extras
-        self.failures: Counter[str] = Counter()
-        self._number, self._run = itertools.count(), f"verify-server {time.time_ns()}"
+    `url`: what the server's routes begin with, e.g. http://127.0.0.1:8000/v1. `extras`: send fields beyond OpenAI's
+    API. `failures`: failed requests by kind of error. `ended`: why nothing more is sent; `died`: the server is gone.
+    """
+
+    client: httpx.AsyncClient
+    url: str
+    requests: int
+    seconds: float
+    timeout: float
+    model: str = ""
+    chat: bool = False
+    extras: bool = True
+    spent: int = 0
+    ended: str = ""
+    died: bool = False
+    failures: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the inquiry began."""
+        return time.monotonic() - self.began
+
+    def _left(self) -> bool:
+        """Whether seconds are left and nothing has ended the inquiry."""
+        if not self.ended and self.passed >= self.seconds:
+            self.ended = f"the {self.seconds:g} seconds of --seconds were over"
+        return not self.ended
+
+    async def introduce(self) -> dict[str, Any]:
+        """The server's description of the named or first model; empty if that is not listed. Raises VerifyError."""
+        try:
+            response = await self.client.get(f"{self.url}/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise VerifyError(f"no server at {self.url} ({error or type(error).__name__}); is it running?") from None
+        code = response.status_code
+        if response.has_redirect_location:
+            raise VerifyError(f"{self.url}/models has moved; give {response.url.join(response.headers['location'])}")
+        if code == 401 or (code == 403 and not self.model):
+            raise VerifyError(f"{self.url} {NO_KEY}")
+        models: list[dict[str, Any]] = []
+        if code == 200:
+            with suppress(*_UNREADABLE):
+                models = [dict(m) for m in response.json().get("data") or [{}]]
+        if self.model:
+            return next((m for m in models if m.get("id") == self.model), {})
+        if not models:
+            raise VerifyError(f"{self.url}/models ({code}) is no list of OpenAI's API; name the model with --name")
+        return models[0]
 
     def salt(self) -> str:
         """A new salt, so that a request finds nothing of other requests in the prefix cache."""
-        return f"{self._run} {next(self._number)}"
+        return f"verify-server {secrets.token_hex(8)}"
 
     def body(self, question: ServerQuestion) -> dict[str, Any]:
         """The request body of a question; greedy, unless its fields say otherwise."""
-        made: dict[str, Any] = {"model": self.endpoint.model, **question.prompt, "max_tokens": question.max_tokens}
+        made: dict[str, Any] = {"model": self.model, **question.prompt, "max_tokens": question.max_tokens}
         made |= {"temperature": 0.0, "stream": question.stream}
         made |= {"stream_options": {"include_usage": True}} if question.stream else {}
         if self.extras:
@@ -194,28 +176,30 @@ class Asker:
 
     async def ask(self, question: ServerQuestion) -> ServedText:
         """Send one question and return the answer. Never raises: errors are in the answer's `error`."""
-        budget = self.budget
-        if not budget.take():
-            return ServedText(error=NOT_SENT, detail=budget.ended)
-        timeout = min(self.timeout, max(budget.seconds - budget.passed, 0.0))
+        if not self.ended and self.spent >= self.requests:
+            self.ended = f"the {self.requests} requests of --requests were sent"
+        if not self._left():
+            return ServedText(error=NOT_SENT, detail=self.ended)
+        self.spent += 1
+        timeout = min(self.timeout, max(self.seconds - self.passed, 0.0))
         try:
             answer = await asyncio.wait_for(self._exchange(self.body(question)), timeout)
         except asyncio.TimeoutError:
-            if not budget.left():
-                return ServedText(error=NOT_SENT, detail=budget.ended)
+            if not self._left():
+                return ServedText(error=NOT_SENT, detail=self.ended)
             answer = ServedText(error="timeout", detail=f"not done after {timeout:g} s")
         except Exception as error:
             answer = ServedText(error=_kind(error), detail=f"{type(error).__name__}: {error}"[:MAX_DETAIL])
         if answer.error is not None and not answer.refused:
             self.failures[answer.error] += 1
-            if not budget.ended and not await self._alive():
-                budget.ended, budget.died = f"the server is gone ({answer.error}: {answer.detail})", True
+            if not self.ended and not await self._alive():
+                self.ended, self.died = f"the server is gone ({answer.error}: {answer.detail})", True
         return answer
 
     async def _exchange(self, body: dict[str, Any]) -> ServedText:
-        """The answer to one request, sent again while the server is busy and the budget allows."""
-        url = self.endpoint.url + ("/chat/completions" if self.endpoint.chat else "/completions")
-        most = min(MAX_RETRIES, self.budget.requests - self.budget.spent)
+        """The answer to one request, sent again while the server is busy and the bounds allow."""
+        url = self.url + ("/chat/completions" if self.chat else "/completions")
+        most = min(MAX_RETRIES, self.requests - self.spent)
         retries = -1
         while True:
             retries, answered = retries + 1, False
@@ -233,7 +217,7 @@ class Asker:
             if not busy or retries >= most:
                 after = f" after {most} retries" if busy else ""
                 return ServedText(error=f"HTTP {response.status_code}{after}", detail=detail)
-            self.budget.spent += 1
+            self.spent += 1
             wait = response.headers.get("retry-after", "")  # a date instead of seconds is ignored
             await asyncio.sleep(min(LONGEST_WAIT, float(wait)) if wait.isdigit() else 1.0)
 
@@ -249,7 +233,7 @@ class Asker:
 
     async def _alive(self) -> bool:
         try:
-            await self.client.get(f"{self.endpoint.url}/models", timeout=10.0)
+            await self.client.get(f"{self.url}/models", timeout=10.0)
         except httpx.HTTPError:
             return False
         return True

@@ -138,7 +138,7 @@ class Inquiry:
 
     @property
     def chat(self) -> bool:
-        return self.asker.endpoint.chat
+        return self.asker.chat
 
     def fields(self, index: int) -> dict[str, Any]:
         """A prompt as fields of a request's body."""

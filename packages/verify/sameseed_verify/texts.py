@@ -29,7 +29,7 @@ async def stream(inquiry: Inquiry, evidence: Evidence) -> None:
 
 async def later(inquiry: Inquiry, evidence: Evidence) -> None:
     """The same greedy text comes at the end of all questions."""
-    evidence.numbers["seconds_later"] = round(inquiry.asker.budget.passed, 1)
+    evidence.numbers["seconds_later"] = round(inquiry.asker.passed, 1)
     await _each_alone(inquiry, evidence, "later")
 
 

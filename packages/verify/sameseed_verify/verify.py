@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ import httpx
 
 from sameseed_verify import VerifyError, numbers, texts
 from sameseed_verify.advice import advice, engine_of
-from sameseed_verify.ask import NO_KEY, NOT_SENT, Asker, Endpoint, RequestBudget, ServedText, ServerQuestion, introduce
+from sameseed_verify.ask import NO_KEY, NOT_SENT, Asker, ServedText, ServerQuestion
 from sameseed_verify.inquiry import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence, Inquiry, Test, VerifyServerArgs
 from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
 
@@ -67,14 +67,14 @@ def check(args: VerifyServerArgs) -> None:
         raise VerifyError(f"--only knows no promise {unknown[0]!r} (there are: {', '.join(PROMISES)})")
 
 
-def endpoint_of(args: VerifyServerArgs) -> Endpoint:
-    """The server's endpoint: its URL, or that of a route or API version, else with /v1 added. Raises VerifyError."""
-    url = args.url.partition("?")[0].rstrip("/")
+def base_url(url: str) -> str:
+    """What a server's routes begin with: its address, which may name a route or version, or /v1. VerifyError."""
+    given, url = url, url.partition("?")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or len(url) < len("http://x"):
-        raise VerifyError(f"give a server's address, e.g. http://127.0.0.1:8000, got {args.url!r}")
+        raise VerifyError(f"give a server's address, e.g. http://127.0.0.1:8000, got {given!r}")
     before = ROUTE.sub("", url)
     whole = before != url or VERSION.search(url.partition("://")[2])
-    return Endpoint(before if whole else f"{url}/v1", args.name or "", args.chat)
+    return before if whole else f"{url}/v1"
 
 
 async def verify(
@@ -105,38 +105,36 @@ async def verify(
         title, test = PROMISES[name]
         tick(title, done, len(chosen))
         evidence = found[name] = Evidence()
-        if not asker.budget.died or name == "again":  # which compares answers that are here already
+        if not asker.died or name == "again":  # which compares answers that are here already
             await test(inquiry, evidence)
     return report(inquiry, engine_of(about.get("owned_by")), found)
 
 
 async def meet(client: httpx.AsyncClient, args: VerifyServerArgs) -> tuple[Asker, Mapping[str, Any]]:
     """Find out what the server accepts: completions or chat, further fields; and its model. Raises VerifyError."""
-    endpoint = endpoint_of(args)
-    about = await introduce(client, endpoint)
-    endpoint = replace(endpoint, model=endpoint.model or str(about.get("id", "")))
-    budget = RequestBudget(args.requests, args.seconds)
+    url = base_url(args.url)
+    asker = Asker(client, url, args.requests, args.seconds, args.timeout, args.name or "")
+    about = await asker.introduce()
+    asker.model = asker.model or str(about.get("id", ""))
     first = ServedText()
-    for chat in (False, True) if not endpoint.chat else (True,):
+    for chat in (True,) if args.chat else (False, True):
         for extras in (True, False):
-            asker = Asker(client, replace(endpoint, chat=chat), budget, args.timeout, extras)
+            asker.chat, asker.extras = chat, extras
             first = await asker.ask(ServerQuestion(as_prompt("one two three four", chat), 16))
             if first.error is None:
                 return asker, about
             if first.error == NOT_SENT:
-                raise VerifyError(f"{budget.ended} before anything could be asked; give more")
+                raise VerifyError(f"{asker.ended} before anything could be asked; give more")
             if not first.refused or first.error in ("HTTP 404", "HTTP 405"):
                 break  # the request did not fail because of the additional fields
         if not first.refused:
             break
     if first.error in ("HTTP 401", "HTTP 403"):
-        raise VerifyError(f"{endpoint.url} {NO_KEY} ({first.detail})")
+        raise VerifyError(f"{url} {NO_KEY} ({first.detail})")
     if first.detail.startswith("Unsupported"):  # of OpenAI's reasoning models
         raise VerifyError(f"{first.detail} Only models that take max_tokens and temperature 0 can be asked")
-    raise VerifyError(
-        f"{endpoint.url} does not answer as a server with OpenAI's API ({first.error}: {first.detail}); give the "
-        "address of one, and the model's --name"
-    )
+    said = f"{url} does not answer as a server with OpenAI's API ({first.error}: {first.detail})"
+    raise VerifyError(f"{said}; give the address of one, and the model's --name")
 
 
 def choose_prompts(args: VerifyServerArgs, chat: bool) -> list[Prompt]:
@@ -180,9 +178,9 @@ def _comparable(earlier: Mapping[str, Any], inquiry: Inquiry) -> None:
 
 def report(inquiry: Inquiry, engine: str, found: Mapping[str, Evidence]) -> dict[str, Any]:
     """The report, schema `sameseed.server/1`."""
-    budget, entries = inquiry.asker.budget, []
+    asker, entries = inquiry.asker, []
     for name, evidence in found.items():
-        status, why = evidence.settle(budget.ended, budget.died)
+        status, why = evidence.settle(asker.ended, asker.died)
         tested, (title, test) = asdict(evidence), PROMISES[name]
         del tested["missing"]
         said = {"id": name, "name": title, "says": inspect.getdoc(test), "status": status, "why": why}
@@ -193,12 +191,12 @@ def report(inquiry: Inquiry, engine: str, found: Mapping[str, Evidence]) -> dict
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": f"sameseed-verify {version('sameseed-verify')}",
         "config": _config(inquiry, engine),
-        "verdict": overall([e["status"] for e in entries], budget.died),
-        "ended": budget.ended,
-        "died": budget.died,
-        "seconds": round(budget.passed, 1),
-        "requests": budget.spent,
-        "failures": dict(inquiry.asker.failures),
+        "verdict": overall([e["status"] for e in entries], asker.died),
+        "ended": asker.ended,
+        "died": asker.died,
+        "seconds": round(asker.passed, 1),
+        "requests": asker.spent,
+        "failures": dict(asker.failures),
         "promises": entries,
         "not_asked": [name for name in PROMISES if name not in found],
         "texts": [
@@ -220,7 +218,7 @@ def _config(inquiry: Inquiry, engine: str) -> dict[str, Any]:
     args = inquiry.args
     return {
         "engine": engine or "unknown",
-        "model": model_name(inquiry.asker.endpoint.model),
+        "model": model_name(inquiry.asker.model),
         "chat": inquiry.chat,
         "extra_fields": inquiry.asker.extras,
         "prompts": "built-in" if args.prompts is None else model_name(str(args.prompts)),
