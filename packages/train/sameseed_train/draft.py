@@ -145,18 +145,14 @@ def teacher(target: Decoder, last: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskedRows:
-    """Padded texts with their masks: ids, positions int64 [B, S]; seen bool [B, S, S]: which rows a row attends to.
+    """Padded texts with their masks."""
 
-    `counts` bool [B, S]: rows that are trained on. `places` int64 [R]: for each of these, in order, its row in `last`.
-    `last` [., C]: the target's states at the positions after which rows draft.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int64 [B, S], as are the positions
     positions: Tensor
-    seen: Tensor
-    counts: Tensor
-    places: Tensor
-    last: Tensor
+    seen: Tensor  # bool [B, S, S]: which rows a row attends to
+    counts: Tensor  # bool [B, S]: rows that are trained on
+    places: Tensor  # int64 [R]: for each of these, in order, its row in `last`
+    last: Tensor  # [., C]: the target's states at the positions after which rows draft
 
 
 def chain_lengths(count: int, recipe: DraftRecipe, generator: torch.Generator) -> Tensor:

@@ -50,14 +50,10 @@ class HeadLayer(nn.Module):
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The rows of a batch of texts that are run as queries. All rows give keys and values.
+    """The rows of a batch of texts that are run as queries. All rows give keys and values."""
 
-    `index` int64 [A]: indices, ascending, in the flattened [B, N] of rows that draft or lead to a row that drafts.
-    `counts` bool [A]: the rows whose drafts are trained on.
-    """
-
-    index: Tensor
-    counts: Tensor
+    index: Tensor  # int64 [A]: in the flattened [B, N], ascending: rows that draft or lead to a row that drafts
+    counts: Tensor  # bool [A]: the rows whose drafts are trained on
 
     @classmethod
     def of(cls, num_rows: Tensor, first: Tensor, num_steps: int, width: int, device: str = "cpu") -> DraftRows:
@@ -72,17 +68,14 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Rows of texts: tokens int64 [B, N], states float32 [B, N, F]; row t drafts token t + 2 of its text.
-
-    last [R, C]: the target's states for R drafts; written int64 [R]: the tokens that the text has there.
-    """
+    """Rows of texts; row t drafts token t + 2 of its text."""
 
     rows: DraftRows
     unroll: int
-    tokens: Tensor
-    states: Tensor
-    last: Tensor
-    written: Tensor
+    tokens: Tensor  # int64 [B, N]
+    states: Tensor  # float32 [B, N, F]
+    last: Tensor  # [R, C]: the target's states for R drafts
+    written: Tensor  # int64 [R]: the tokens that the text has there
 
     @property
     def num_trained(self) -> int:

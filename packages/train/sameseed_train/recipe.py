@@ -113,24 +113,18 @@ class TrainSettings(Checked):
 
 @dataclass(frozen=True)
 class OwnRecipe:
-    """The settings that recipes of heads and drafts share.
-
-    `source`: where prompts come from; `mixture`: a pair's recipe, in the folder of this one, that has them instead.
-    `format`, `kv_format`: formats of the target's weights and KV cache. `batch`: texts that are written together.
-    `states_gb`: most gigabytes of the target's states that are kept on the disk. `threads` 0: the defaults of torch and
-    the backend.
-    """
+    """The settings that recipes of heads and drafts share."""
 
     name: str = ""
     seed: int = 1
     target: str = ""
-    format: str = "auto"
-    kv_format: str = "auto"
-    mixture: str = ""
-    source: tuple[SourceSettings, ...] = ()
-    batch: int = within(32, 1)
-    states_gb: float = within(20.0, 0)
-    threads: int = within(0, 0)
+    format: str = "auto"  # of the target's weights
+    kv_format: str = "auto"  # of its KV cache
+    mixture: str = ""  # a pair's recipe, in the folder of this one, that has the sources
+    source: tuple[SourceSettings, ...] = ()  # where prompts come from
+    batch: int = within(32, 1)  # texts that are written together
+    states_gb: float = within(20.0, 0)  # most gigabytes of the target's states that are kept on the disk
+    threads: int = within(0, 0)  # 0: the defaults of torch and the backend
     texts: TextSettings = field(default_factory=TextSettings)
     train: TrainSettings = field(default_factory=lambda: TrainSettings(600))
     note: str = ""
@@ -155,20 +149,14 @@ class DraftSize:
 
 @dataclass(frozen=True)
 class DraftRecipe(OwnRecipe):
-    """Everything that determines a draft's weights, except the data and the machine's arithmetic.
-
-    `begin`: an existing model whose weights and sizes training starts from; `begin_layers`: with these of its layers
-    (empty: all). `parallel`: number of tokens to draft in one pass, over mask tokens (0: one token per pass);
-    `mask_token`: id of the masks (-1: one that no text has). `keep`, `least_kept`: a share max(keep^i, least_kept) of
-    the drafts behind i masks is trained on.
-    """
+    """Everything that determines a draft's weights, except the data and the machine's arithmetic."""
 
     name: str = "draft"
-    begin: str = ""
-    begin_layers: tuple[int, ...] = ()
-    parallel: int = 0
-    mask_token: int = -1
-    keep: float = 0.7
+    begin: str = ""  # an existing model whose weights and sizes training starts from
+    begin_layers: tuple[int, ...] = ()  # with these of its layers; empty: all
+    parallel: int = 0  # tokens to draft in one pass, over mask tokens; 0: one token a pass
+    mask_token: int = -1  # id of the masks; -1: one that no text has
+    keep: float = 0.7  # a share max(keep^i, least_kept) of the drafts behind i masks is trained on
     least_kept: float = 0.2
     size: DraftSize = field(default_factory=DraftSize)
     argmax_weight: float = 0.5
@@ -217,20 +205,14 @@ class SizeSettings:
 
 @dataclass(frozen=True)
 class LossSettings(Checked):
-    """Settings of the loss.
+    """Settings of a head's loss."""
 
-    `unroll`: steps that the head takes on its own features; step s has the weight falloff^s. `alone`: share of updates,
-    from the start, that train only the first step, at a fraction of the cost. `argmax_weight`: weight of the cross
-    entropy on the target's most likely token, beside the KL divergence. `candidates`: number of tokens in the loss of
-    a batch: those that its texts have, the most frequent, and some random ones (0: all). `learn_prompts`: these too.
-    """
-
-    unroll: int = within(4, 1)
-    falloff: float = 0.8
-    alone: float = 0.5
-    argmax_weight: float = 0.5
-    candidates: int = within(2048, 0)
-    learn_prompts: bool = False
+    unroll: int = within(4, 1)  # steps that the head takes on its own features
+    falloff: float = 0.8  # step s has the weight falloff^s
+    alone: float = 0.5  # share of updates, from the start, that train only the first step: cheap
+    argmax_weight: float = 0.5  # of the cross entropy on the likeliest token, beside the KL divergence
+    candidates: int = within(2048, 0)  # tokens in the loss: the texts' own, frequent and random ones; 0: all
+    learn_prompts: bool = False  # learn the tokens of prompts too
 
 
 @dataclass(frozen=True)
@@ -247,16 +229,11 @@ class HeadTraining(TrainSettings):
 
 @dataclass(frozen=True)
 class HeadRecipe(OwnRecipe):
-    """Everything that determines a head's weights, except the data and the machine's arithmetic.
-
-    `store`: formats in which `out/packed` has the head once more, e.g. "w8a8,lm_head=w4a16-g32" (empty: none).
-    `layers`: the target's layers whose inputs the head reads (the number n of layers means the last layer's output);
-    empty: the published choice 2, n / 2, n - 3.
-    """
+    """Everything that determines a head's weights, except the data and the machine's arithmetic."""
 
     name: str = "head"
-    store: str = ""
-    layers: tuple[int, ...] = ()
+    store: str = ""  # formats of `out/packed`, e.g. "w8a8,lm_head=w4a16-g32"; empty: none
+    layers: tuple[int, ...] = ()  # whose inputs it reads (n: the last's output); empty: 2, n / 2, n - 3
     size: SizeSettings = field(default_factory=SizeSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     train: HeadTraining = field(default_factory=HeadTraining)

@@ -125,24 +125,23 @@ async def seeds(inquiry: Inquiry, evidence: Evidence) -> None:
     """A sampled text with its seed comes again, alone and under load."""
     lengths = [answer.num_tokens for answer in inquiry.alone]  # prefer long answers: an empty one shows nothing
     indices = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:MOST_SEEDED]
-    ask = inquiry.asker.ask
-    same = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.args.seed + i}) for i in indices]
-    others = [inquiry.question(i, fields={**SAMPLING, "seed": inquiry.args.seed + 1000 + i}) for i in indices]
+    ask, seed = inquiry.asker.ask, inquiry.args.seed
+    wheres = [f"{inquiry.prompts[i].id}, seed {seed + i}" for i in indices]
+    same = [inquiry.question(i, fields={**SAMPLING, "seed": seed + i}) for i in indices]
+    others = [inquiry.question(i, fields={**SAMPLING, "seed": seed + 1000 + i}) for i in indices]
     firsts: list[ServedText] = []
     alone = varied = 0
-    for i, mine, another in zip(indices, same, others, strict=True):
-        first = await ask(mine)
-        firsts.append(first)
+    for where, mine, another in zip(wheres, same, others, strict=True):
+        firsts.append(first := await ask(mine))
         if firsts[0].refused:
             evidence.missing = f"the server refuses seeds ({firsts[0].detail})"
             return
-        second, other = await ask(mine), await ask(another)
-        alone += evidence.compare(f"{inquiry.prompts[i].id}, seed {inquiry.args.seed + i}, again", first, second)
+        alone += evidence.compare(f"{where}, again", first, await ask(mine))
+        other = await ask(another)
         varied += other.error is None and other.text != first.text
     together = await inquiry.asker.ask_together(same, inquiry.args.concurrency)
-    for i, first, answer in zip(indices, firsts, together, strict=False):
-        where = f"{inquiry.prompts[i].id}, seed {inquiry.args.seed + i}, {inquiry.args.concurrency} at once"
-        evidence.compare(where, first, answer)
+    for where, first, answer in zip(wheres, firsts, together, strict=False):
+        evidence.compare(f"{where}, {inquiry.args.concurrency} at once", first, answer)
     evidence.numbers["other_seeds_with_another_text"] = varied
     if not varied:
         evidence.missing = "no other seed gave another text: the server may sample nothing, or read no seed"
@@ -155,25 +154,25 @@ async def speculation(inquiry: Inquiry, evidence: Evidence) -> None:
     if not inquiry.asker.extras:
         evidence.missing = "the server refuses fields beyond OpenAI's, so no request can switch speculation"
         return
-    for off, on in SWITCHES:
-        without = await inquiry.asker.ask(inquiry.question(0, fields=off))
-        drafting = await inquiry.asker.ask(inquiry.question(0, fields=on))
+
+    async def asked(i: int, *switch: dict[str, Any]) -> list[ServedText]:
+        return [await inquiry.asker.ask(inquiry.question(i, fields=fields)) for fields in switch]
+
+    for switch in SWITCHES:
+        without, drafting = pair = await asked(0, *switch)
         if without.error is drafting.error is None and without.num_drafted == 0 and drafting.num_drafted is not None:
             break
     else:
         evidence.missing = "no request could switch speculation: no such field, or answers do not tell of drafts"
         return
-    drafted = accepted = 0
-    for i in range(len(inquiry.prompts)):
-        if i:
-            without = await inquiry.asker.ask(inquiry.question(i, fields=off))
-            drafting = await inquiry.asker.ask(inquiry.question(i, fields=on))
-        evidence.compare(f"{inquiry.prompts[i].id}, speculation on", without, drafting)
-        drafted, accepted = drafted + (drafting.num_drafted or 0), accepted + drafting.num_accepted
-        if without.num_drafted:
-            evidence.count("drafted_though_off", without.num_drafted)
+    pairs = [pair] + [await asked(i, *switch) for i in range(1, len(inquiry.prompts))]
+    for prompt, (without, drafting) in zip(inquiry.prompts, pairs, strict=True):
+        evidence.compare(f"{prompt.id}, speculation on", without, drafting)
+    drafted = sum(drafting.num_drafted or 0 for _, drafting in pairs)
+    accepted = sum(drafting.num_accepted for _, drafting in pairs)
     evidence.numbers |= {"draft_tokens": drafted, "accepted": accepted, "rejected": drafted - accepted}
-    if still := int(evidence.numbers.get("drafted_though_off", 0)):
+    if still := sum(without.num_drafted or 0 for without, _ in pairs):
+        evidence.count("drafted_though_off", still)
         evidence.missing = f"{still} tokens were drafted though requests switched that off: it is not read"
     elif not drafted:
         evidence.missing = "nothing was drafted: start the server with a draft"
