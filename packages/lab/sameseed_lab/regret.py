@@ -49,20 +49,15 @@ class PredictionError:
 
 @dataclass(frozen=True)
 class Regret:
-    """How far the choice is behind. `baselines`: "plain", "longest acceptance", and "k = 4" with that draft.
-
-    `best` and all shares come from `repeats` runs of the finalists. `settings`: for each its label and, by batch size,
-    predicted and measured speed-up (value, low, high), from one run. `differing`: settings whose outputs differ from
-    plain decoding's.
-    """
+    """How far the choice is behind, by `repeats` runs of the finalists."""
 
     repeats: int
     best: str
     choice: Behind
-    baselines: dict[str, Behind]
+    baselines: dict[str, Behind]  # "plain", "longest acceptance", and "k = 4" with that draft
     errors: PredictionError
-    settings: list[dict[str, Any]]
-    differing: list[str]
+    settings: list[dict[str, Any]]  # for each label and batch size the predicted and measured speed-up
+    differing: list[str]  # settings whose outputs differ from plain decoding's
 
     def as_record(self, asked: TuneRequest, seconds: float) -> dict[str, Any]:
         """The record of this run, one line of a file of records."""

@@ -37,13 +37,9 @@ class ScoredToken:
 
 @dataclass
 class ServedText:
-    """One answer; a count is None if the server does not tell it.
+    """One answer; a count is None if the server does not tell it."""
 
-    `text`: thoughts first, if the server shows them (`has_thoughts`; their marks are not in it). `moments`: times at
-    which text arrived. `error`: kind of error, None if there was none.
-    """
-
-    text: str = ""
+    text: str = ""  # thoughts first, if the server shows them
     finish_reason: str | None = None
     num_tokens: int = 0
     num_cached: int | None = None  # prompt tokens found in the server's prefix cache
@@ -52,10 +48,10 @@ class ServedText:
     token_ids: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     scored: list[ScoredToken] = field(default_factory=list)
-    moments: list[float] = field(default_factory=list)
-    error: str | None = None
+    moments: list[float] = field(default_factory=list)  # times at which text arrived
+    error: str | None = None  # its kind; None if there was none
     detail: str = ""
-    has_thoughts: bool = False
+    has_thoughts: bool = False  # whose marks are not in the text
 
     @property
     def refused(self) -> bool:
@@ -66,17 +62,13 @@ class ServedText:
 
 @dataclass(frozen=True)
 class ServerQuestion:
-    """One request: the prompt as fields of a body, the most tokens to generate, and further `fields`.
+    """One request."""
 
-    `salt` None: the request shares no prefix cache with others, if the server supports that. Otherwise requests with an
-    equal salt share their prefix cache.
-    """
-
-    prompt: Mapping[str, Any]
-    max_tokens: int
+    prompt: Mapping[str, Any]  # fields of its body
+    max_tokens: int  # to generate
     stream: bool = True
-    salt: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    salt: str | None = None  # equal ones share a prefix cache; None: shared with none, if the server can
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further ones of its body
 
 
 def open_client(url: str, key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
@@ -107,24 +99,20 @@ def is_near(url: str) -> bool:
 
 @dataclass
 class Asker:
-    """Sends questions to a model of a server, within bounds on requests (retries too) and seconds.
-
-    `url`: what the server's routes begin with, e.g. http://127.0.0.1:8000/v1. `extras`: send fields beyond OpenAI's
-    API. `failures`: failed requests by kind of error. `ended`: why nothing more is sent; `died`: the server is gone.
-    """
+    """Sends questions to a model of a server, within bounds."""
 
     client: httpx.AsyncClient
-    url: str
-    requests: int
+    url: str  # what the server's routes begin with, e.g. http://127.0.0.1:8000/v1
+    requests: int  # at most, retries too
     seconds: float
     timeout: float
     model: str = ""
     chat: bool = False
-    extras: bool = True
+    extras: bool = True  # send fields beyond OpenAI's API
     spent: int = 0
-    ended: str = ""
-    died: bool = False
-    failures: Counter[str] = field(default_factory=Counter)
+    ended: str = ""  # why nothing more is sent
+    died: bool = False  # the server is gone
+    failures: Counter[str] = field(default_factory=Counter)  # failed requests by kind of error
     began: float = field(default_factory=time.monotonic)
 
     @property

@@ -55,20 +55,16 @@ class VerifyServerArgs:
 
 @dataclass
 class Evidence:
-    """The evidence on one promise: `compared` texts with `tokens` tokens in total, of which `differing` differed.
+    """The evidence on one promise."""
 
-    `differences`: where texts differ, with the first differing character and the text around it. `missing`: why the
-    promise cannot be shown. `failed`: requests without an answer. `numbers`: counts by name.
-    """
-
-    compared: int = 0
+    compared: int = 0  # texts, with so many `tokens`, of which `differing` differed
     tokens: int = 0
     differing: int = 0
-    failed: int = 0
-    differences: list[dict[str, Any]] = field(default_factory=list)
-    numbers: dict[str, float] = field(default_factory=dict)
+    failed: int = 0  # requests without an answer
+    differences: list[dict[str, Any]] = field(default_factory=list)  # the first ones, with their text
+    numbers: dict[str, float] = field(default_factory=dict)  # counts by name
     notes: list[str] = field(default_factory=list)
-    missing: str = ""
+    missing: str = ""  # why the promise cannot be shown
 
     def compare(self, where: str, expected: ServedText, found: ServedText) -> bool:
         """Compare two answers that should be equal, and count them; False if they differ or one is missing.

@@ -60,10 +60,7 @@ class SpecSetting:
 
 @dataclass(frozen=True)
 class BenchCell:
-    """The target in one format, with several ways to speculate and one sampling setting.
-
-    `base`: a format whose plain decoding is interleaved with them, as one baseline for all formats; "": none.
-    """
+    """The target in one format, with several ways to speculate and one sampling setting."""
 
     name: str
     format: str
@@ -71,7 +68,7 @@ class BenchCell:
     temperature: float = 0.0
     kv_format: str = "auto"
     batch: int = 1
-    base: str = ""
+    base: str = ""  # a format whose plain decoding is interleaved with them, one baseline for all formats; "": none
 
     @property
     def weight(self) -> float:

@@ -35,19 +35,15 @@ PER_CLIENT = 4  # each client sends num_prompts / PER_CLIENT requests, at least 
 
 @dataclass(frozen=True)
 class LoadCell:
-    """Servers with these (weight, KV cache) formats, all with one draft, under each number of clients.
-
-    `lengths`: IN-OUT tokens; None: those of the prompts. `k`: draft tokens of every round; None: the policy goodput
-    decides. `ttft`: bound of the time to first token, in seconds.
-    """
+    """Servers with these formats, all with one draft, under each number of clients."""
 
     name: str
     draft: str
     clients: tuple[int, ...]
-    formats: tuple[tuple[str, str], ...] = (("auto", "auto"),)
-    k: int | None = None
-    lengths: str | None = None
-    ttft: float | None = None
+    formats: tuple[tuple[str, str], ...] = (("auto", "auto"),)  # of weights and KV cache
+    k: int | None = None  # draft tokens of every round; None: the policy goodput decides
+    lengths: str | None = None  # IN-OUT tokens; None: those of the prompts
+    ttft: float | None = None  # bound of the time to first token, in seconds
     needs: ClassVar = ("server,study", "httpx", "fastapi", "uvicorn", "msgspec")  # extras, and their modules
 
     @property

@@ -42,24 +42,18 @@ def role_name(role: str, size: str) -> str:
 
 @dataclass(frozen=True)
 class StudySetup:
-    """The settings of a study's run.
+    """The settings of a study's run. Raises ConfigError for a value out of range."""
 
-    `size`: "small" uses the embedded family; "true" uses its twins at true shapes, written once to `out`/twins; "real"
-    uses `models`: by role ("target", "1b" for the draft, "head") a model, or for a draft also a drafter's name. `data`:
-    folder of evaluation sets, for cells that measure quality; `problems`: how many of HumanEval are taken.
-    Raises ConfigError for a value out of range.
-    """
-
-    size: str
+    size: str  # small: the embedded family; true: its twins at true shapes, in `out`/twins; real: `models`
     out: Path
     prompts: Path | None = None
     num_prompts: int = within(12, 1)
     max_tokens: int = within(64, 1)
     repeat: int = within(3, 1)
     threads: int | None = within(None, 1)
-    data: Path | None = None
-    problems: int | None = within(None, 1)
-    models: Mapping[str, str] = field(default_factory=lambda: REAL)
+    data: Path | None = None  # folder of evaluation sets, for cells that measure quality
+    problems: int | None = within(None, 1)  # how many of HumanEval are taken
+    models: Mapping[str, str] = field(default_factory=lambda: REAL)  # by role a model, or a drafter's name
     progress: Progress = field(default=lambda title, done, total: None, compare=False)
 
     def __post_init__(self) -> None:

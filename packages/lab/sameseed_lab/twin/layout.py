@@ -36,10 +36,7 @@ MAX_THETA = 1e30  # above this, float32 loses frequencies
 
 @dataclass(frozen=True)
 class TwinLayout:
-    """The placement of a small model in a big model with `config`.
-
-    `heads` and `kv_heads` have one entry per head of the big model: the head of the small model placed there.
-    """
+    """The placement of a small model in a big model with `config`; heads have one entry per head of the big model."""
 
     small: ModelConfig
     config: ModelConfig
