@@ -207,10 +207,7 @@ def training_order(recipe: Recipe, data: Path) -> list[Document]:
 
 
 def next_rows(rows: Tensor, first: int, count: int, seed: int, stored_passes: int = 0) -> Tensor:
-    """Rows int64 `[count, length]` from place `first` of an endless stream that repeats all rows.
-
-    The first `stored_passes` passes are in the stored order, each later pass in its own seeded order.
-    """
+    """Rows int64 `[count, length]` from place `first` of an endless stream, shuffled after `stored_passes`."""
     chosen = []
     for i in range(first, first + count):
         epoch, place = divmod(i, rows.shape[0])

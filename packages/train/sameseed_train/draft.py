@@ -88,10 +88,7 @@ class DraftLearner:
             (folder / name).write_text(content, encoding="utf-8")
 
     def right(self, folder: Path, own: Own) -> Callable[[TextStates], Right]:
-        """What tells which drafts of the exported model are right along a text.
-
-        Accepted tokens equal the text, so a draft depends on its place alone: one pass tells all.
-        """
+        """What tells which drafts of the exported model are right: one pass, since accepted tokens equal the text."""
         draft = load_exported(folder, str(own.target.device))
 
         def right(text: TextStates) -> Right:
@@ -199,11 +196,7 @@ def masked_rows(texts: list[TextStates], width: int, recipe: DraftRecipe, seed: 
 
 
 def mask_of(asked: int, folder: Path, target: ModelConfig) -> int:
-    """The id of the mask token: `asked`, or for -1 one that no text of the target (in `folder`) has.
-
-    That is the target's padding token, or the first id that its tokenizer does not use. Raises ConfigError where there
-    is none, or where `asked` is outside the vocabulary.
-    """
+    """The id of the mask token: `asked`, or for -1 the padding token or a free id. Raises ConfigError without one."""
     if asked >= target.vocab_size:
         raise ConfigError(f"mask_token {asked} is none of the target's {target.vocab_size} tokens; name one that is")
     if asked >= 0:

@@ -222,10 +222,7 @@ def in_few_bits(weights: Mapping[str, Tensor], quant: QuantScheme) -> tuple[dict
 
 
 def frequent_tokens(texts: StoredTexts, first: int, count: int, vocab_size: int) -> Tensor | None:
-    """The `count` tokens that the target generates most often, int64 [count] in ascending order; None: all tokens.
-
-    Only the `first` texts count, because texts that a resume adds must not change the tokens of the LM head's rows.
-    """
+    """The `count` most frequent tokens of the `first` texts (a resume adds others), ascending; None: all tokens."""
     if count >= vocab_size:
         return None
     return texts.counts(vocab_size, first).argsort(descending=True, stable=True)[:count].sort().values

@@ -106,10 +106,7 @@ class HeadForTraining(nn.Module):
         return self.fc.weight.device
 
     def batch(self, texts: Seq[TextStates], columns: list[int], unroll: int, whole: bool = False) -> HeadBatch:
-        """Rows of some texts; `columns`: indices of the head's captures among the stored states. `whole`: also prompts.
-
-        A row reads the target's states at its place; the states at the next give the target's distribution.
-        """
+        """Rows of some texts; `columns`: the head's captures among the stored states; `whole`: prompts count too."""
         width, device = self.config.target_hidden_size, str(self.device)
         num_rows = torch.tensor([max(0, len(t.states) - 1) for t in texts])
         first = torch.tensor([0 if whole else max(0, t.num_given - 2) for t in texts])

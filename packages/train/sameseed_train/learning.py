@@ -229,11 +229,7 @@ def dense(backend: ops.Ops, w: QuantTensor | tuple[QuantTensor, ...]) -> Tensor:
 
 
 def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[Seed]) -> dict[str, Any]:
-    """What a run began with, to be kept in its checkpoint: that of the checkpoint if there is one.
-
-    `layers`: of the target, that are read; `seeds` of the texts, which may be more than in the first run. Raises
-    ConfigError where the checkpoint is of other settings or prompts, or of more texts.
-    """
+    """What a run began with, by its checkpoint if there is one. Raises ConfigError for other settings or seeds."""
     settings = {name: value for name, value in flat(asdict(recipe)).items() if name not in EDITABLE}
     settings["layers"] = list(layers)
     now: dict[str, Any] = {"settings": settings, "num_texts": len(seeds), "seeds": digest_of(list(seeds))}
@@ -256,11 +252,7 @@ def settle(recipe: OwnRecipe, layers: Seq[int], checkpoint: Path, seeds: Seq[See
 def write_all(
     recipe: OwnRecipe, seeds: list[Seed], folder: Path, learner: Learner, log: Log, longest: int, how: dict[str, Any]
 ) -> Own:
-    """Load the target in `folder` and write its missing texts, for a learner. `how`: backend, device and quiet.
-
-    `longest`: tokens of the longest other text whose states will be read. Raises ConfigError before anything is
-    written.
-    """
+    """Load the target and write its missing texts; `longest`: tokens of other texts to read. Raises ConfigError."""
     out = log.path.parent
     begun = settle(recipe, learner.layers, checkpoint_path(out, learner.name), seeds)
     if recipe.threads:

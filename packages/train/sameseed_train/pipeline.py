@@ -38,12 +38,7 @@ LATER = {"target": ("unlikelihood", "draft"), "unlikelihood": ("draft",)}  # sta
 def run(
     config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Train the pair of a recipe into `out/target` and `out/draft` on `device`; returns `out/results.json`.
-
-    With `resume`, finished stages are skipped and the unfinished one continues from its last checkpoint. Raises
-    ConfigError for a bad recipe, a missing device, a missing or damaged data folder, or a non-empty `out` without
-    `resume`.
-    """
+    """Train a recipe's pair into `out/target` and `out/draft`; returns `out/results.json`. Raises ConfigError."""
     devices.check(device)
     recipe = load_recipe(config)
     if not data.is_dir():

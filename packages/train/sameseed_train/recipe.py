@@ -244,12 +244,7 @@ class HeadRecipe(OwnRecipe):
 
 
 def head_config(recipe: HeadRecipe, target: ModelConfig) -> HeadConfig:
-    """The config of the head for a target.
-
-    The rotary embedding is the target's if a head's config.json can describe it, else one with only the target's base.
-    Raises ConfigError for tokens or layers that the target does not have, or a number of heads that KV heads do not
-    divide.
-    """
+    """The head's config, with the target's rotary embedding where a config.json can say it. Raises ConfigError."""
     size, n = recipe.size, target.num_layers
     vocab = size.draft_vocab_size or target.vocab_size
     heads, kv_heads = size.num_heads or target.num_heads, size.num_kv_heads or target.num_kv_heads

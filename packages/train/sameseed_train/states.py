@@ -117,11 +117,7 @@ def choose(temperatures: Seq[float], logits: Tensor, generator: torch.Generator)
 
 
 def collect(states: States, seeds: Seq[Seed], folder: Path, batch: int, seed: int) -> Iterator[tuple[int, Path]]:
-    """Write the texts of all seeds into files of `folder`, after those that are there. Yields (texts done, file).
-
-    A file holds the ids of up to PART texts, one after another. The target is that of `states`, which keeps what their
-    states were while they were written. Raises ConfigError for files of other seeds.
-    """
+    """Write the texts of all seeds that are missing, PART a file. Yields (texts done, file). Raises ConfigError."""
     runner = states.runner(batch, max(len(s.ids) + s.num_new for s in seeds))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts
     done = number = 0

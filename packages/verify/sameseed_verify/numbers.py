@@ -1,7 +1,4 @@
-"""Two promises about likelihoods: log-probabilities belong to the text, and near ties are decided the same way.
-
-Docstrings of promises are their statements in reports.
-"""
+"""Two promises about likelihoods: log-probabilities belong to the text, and near ties are decided the same way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Promises about texts: greedy ones again, under load, streamed, cached, later; sampled ones; speculation off and on.
-
-Docstrings of promises are their statements in reports.
-"""
+"""Promises about texts: again, under load, streamed, cached, later, sampled; with speculation off and on."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ async def verify(
     earlier: Mapping[str, Any] | None = None,
     tick: Tick = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """Test all promises; returns the report. Raises VerifyError if the server is missing or cannot be asked.
-
-    A server that goes away later is no error: the report then holds the results until that moment.
-    """
+    """Test all promises; returns the report, of a server that dies the results so far. Raises VerifyError."""
     check(args)
     if "again" in args.only and earlier is None:
         raise VerifyError("--only again needs --again FILE")

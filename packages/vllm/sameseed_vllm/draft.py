@@ -1,8 +1,4 @@
-"""vLLM's --speculative-config: translates drafts, and knows vLLM's own methods and keys, and since when it has them.
-
-Checked against vLLM 0.29 to 0.33. What changes the distribution of texts (vLLM's lossy and synthetic acceptance) is not
-available.
-"""
+"""vLLM's --speculative-config (0.29 to 0.33): translates drafts, and knows vLLM's own methods and keys."""
 
 from __future__ import annotations
 

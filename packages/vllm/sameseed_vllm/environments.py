@@ -1,7 +1,4 @@
-"""Where vLLM runs: which one an interpreter has, and the cores of its workers.
-
-By itself vLLM gives each worker a NUMA node, and refuses more workers than nodes.
-"""
+"""Where vLLM runs: which one an interpreter has, and the cores of its workers."""
 
 from __future__ import annotations
 

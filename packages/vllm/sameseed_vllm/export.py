@@ -1,7 +1,4 @@
-"""Exports a tuned profile to vLLM, SGLang and llama.cpp: a command line, files, and what has no counterpart there.
-
-Flags were read against vLLM 0.33, SGLang of October 2026, llama.cpp of October 2026.
-"""
+"""Exports a tuned profile to vLLM 0.33, and to SGLang and llama.cpp of October 2026, noting what is lost."""
 
 from __future__ import annotations
 

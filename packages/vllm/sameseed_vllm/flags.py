@@ -1,7 +1,4 @@
-"""sameseed's settings as vLLM's command line (checked against vLLM 0.33). What vLLM cannot do is refused with a remedy.
-
-This module imports neither torch nor vLLM, because the process that uses it loads neither.
-"""
+"""sameseed's settings as vLLM's command line (0.33), or a refusal. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Link: the server's only outgoing connection, to the unix socket of a vLLM that the server itself started.
-
-It has no host and no port, so the content of a request cannot choose where the request goes.
-"""
+"""Link: the server's only outgoing connection, to the unix socket of its vLLM, whatever a request contains."""
 
 from __future__ import annotations
 

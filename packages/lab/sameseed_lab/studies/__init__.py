@@ -1,4 +1,1 @@
-"""Published studies, one per file: a grid of cells, tables and plots, and the published figures beside ours.
-
-A study's file defines `STUDY`, a `Study` (_study.py). Its cells measure with the code of `sameseed.measure`.
-"""
+"""Published studies, one per file, each a `STUDY` (_study.py): cells, tables and plots, published figures."""

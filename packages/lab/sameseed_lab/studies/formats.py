@@ -109,10 +109,7 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
 
 
 def cells(setup: StudySetup) -> list[Cell]:
-    """A cell per format with all ways. The target's own 4-bit copy is one of them if the target has more bits.
-
-    At size "true" heads alone beside bf16, as nothing more fits in 24 GiB; and also the costs of a 70B target.
-    """
+    """A cell per format with all ways; at size "true" only heads beside bf16, and also the costs of a 70B target."""
     wide, draft = (("depth", 6), ("top_k", 10)), setup.source("1b")
     drafter = draft in registry.names("drafters")  # no model
     every = (

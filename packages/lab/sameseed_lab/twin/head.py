@@ -44,18 +44,13 @@ class HeadLayout:
 
 def make_head_layout(
     head: HeadConfig,
-    target_ids: Tensor | None,
+    target_ids: Tensor | None,  # [Vd]: the target's id of each draft token; None: the same ids
     target: TwinLayout,
     raw: Mapping[str, Any],
-    num_tokens: int | None = None,
+    num_tokens: int | None = None,  # in the twin's draft vocabulary; None: DRAFT_VOCAB, if it can be padded
     name: str = "the shape",
 ) -> HeadLayout:
-    """The layout of a head's twin for its target's twin. `raw`: the head's config.json.
-
-    `target_ids` [Vd]: target token id of each draft token of the head; None: the same ids. `num_tokens`: draft
-    vocabulary of the twin; None: DRAFT_VOCAB, if it can be padded. Raises ConfigError for a kind of head, or for
-    dimensions, for which no exact twin exists.
-    """
+    """The layout of a head's twin for its target's twin. `raw`: the head's config.json. Raises ConfigError."""
     head.check_target(target.small)
     _check_kind(head)
     num_layers = head.layer.num_layers

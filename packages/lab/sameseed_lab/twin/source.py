@@ -32,11 +32,7 @@ class Image:
 
 
 class TwinSource(RandomCheckpoint):
-    """Tensor source of the big model, in the small model's dtype; norms that it cannot hold exactly are float32.
-
-    Random weights have variance 1/K, roughly as in trained models. Values of the small model are
-    only moved and scaled by powers of two.
-    """
+    """Tensor source of the big model, in the small one's dtype; norms that it cannot hold exactly are float32."""
 
     def __init__(
         self,
