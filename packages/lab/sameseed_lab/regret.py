@@ -1,8 +1,7 @@
 """Regret: how far a choice of `tune`, made on half of the prompts, is behind the best setting on the other half.
 
-All settings run on the other half. Many are nearly equal, so the first of them is lucky: the first few run again, with
-the choice, and only these later runs count. Beside the choice stand three usual ones, and how far off the predictions
-were on prompts that no prediction saw.
+All settings run on the other half. The first of many is lucky, so the first few run again, with the choice and three
+usual ones, and only these runs count.
 """
 
 from __future__ import annotations

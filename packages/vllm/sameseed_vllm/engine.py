@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
-from sameseed_vllm.commands.tune import tune as tune
 from sameseed_vllm.draft import OWN as OWN
 from sameseed_vllm.environments import environment, look
 from sameseed_vllm.flags import Spread
 
 if TYPE_CHECKING:
-    from sameseed.cli.flags import ServeArgs
+    from sameseed.cli.flags import ServeArgs, TuneArgs
     from sameseed.cli.options import EngineChoice
     from sameseed.server.config import Keys, ServerConfig
 
@@ -53,3 +52,10 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
     python, timeout = args.vllm_python, config.load_timeout
     client = VllmClient(arguments, facts, python=python, environment=variables, load_timeout=timeout)
     return asyncio.run(Runner(client, *create_proxy(client, config), config).run())
+
+
+def tune(args: TuneArgs) -> int:
+    """Find which draft length pays in a running vLLM; returns the exit code. Raises ConfigError."""
+    from sameseed_vllm import tune_server
+
+    return tune_server.tune(args)

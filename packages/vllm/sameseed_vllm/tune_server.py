@@ -1,4 +1,4 @@
-"""Tunes a running vLLM server: measures its rounds and acceptance by batch size, and finds the length that pays.
+"""`sameseed tune --engine vllm --url U`: measures a running vLLM by batch size, and finds the length that pays.
 
 vLLM drafts for all requests alike, so one run sees one length (or one table of lengths). The file of costs keeps what
 earlier runs saw: restart vLLM with another length, or without a draft, and run again. A round pays where its tokens
@@ -13,21 +13,30 @@ import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sameseed.cli.bench_serve import read_key
+from sameseed.cli.console import show_table, stages, stdout_console
+from sameseed.cli.options import numbers
 from sameseed.cost.curve import ENGINE_SCHEMA
 from sameseed.cost.round import PAYS, RoundCost
 from sameseed.errors import ConfigError
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
+from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.doctor import flags_of
-from sameseed.plan.engines import EngineCosts, EnginePass
+from sameseed.plan.engines import EngineCosts, EnginePass, read_costs
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import rounds_of
+from sameseed.plan.profile_file import write
 from sameseed.report import record
+from sameseed.report.table import table
 from sameseed.request import SamplingParams
 from sameseed.store import replacing
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
+
+if TYPE_CHECKING:
+    from sameseed.cli.flags import TuneArgs
 
 ENOUGH = 20  # rounds of single sequences below which a batch size says nothing
 FULL = 0.5  # least mean share of the asked sequences that run at once: requests have pauses between them
@@ -192,13 +201,13 @@ def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
     best = best_of(rows_of(costs))
     if not best:
         raise ConfigError(f"no length can be compared yet: restart vLLM {next_run(costs)} and run this again")
-    table = [(1 if i == 0 else batch, row.k) for i, (batch, row) in enumerate(best.items())]
-    table = [row for i, row in enumerate(table) if i == 0 or row[1] != table[i - 1][1]]
-    most, survival = max(k for _, k in table), costs.survival
+    chosen_ks = [(1 if i == 0 else batch, row.k) for i, (batch, row) in enumerate(best.items())]
+    chosen_ks = [row for i, row in enumerate(chosen_ks) if i == 0 or row[1] != chosen_ks[i - 1][1]]
+    most, survival = max(k for _, k in chosen_ks), costs.survival
     pairs = zip(survival, (1.0, *survival), strict=False)
     chosen = Chosen(draft="none", max_num_seqs=max(best))
     if most:
-        chosen = Chosen(draft=costs.draft, num_draft_tokens=most, max_num_seqs=max(best), by_batch=tuple(table))
+        chosen = Chosen(draft=costs.draft, num_draft_tokens=most, max_num_seqs=max(best), by_batch=tuple(chosen_ks))
     return Tuned(
         machine=TunedMachine(costs.machine or "that of a vLLM", 1),
         model=TunedModel(model),
@@ -221,3 +230,59 @@ def write_costs(costs: EngineCosts, path: Path) -> None:
             file.write((json.dumps({"schema": ENGINE_SCHEMA, **data}, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write costs to {path} ({error.strerror}); choose another --cost") from None
+
+
+def tune(args: TuneArgs) -> int:
+    """Measure, add to the costs in `args.cost`, and, once lengths can be compared, write the profile to `args.out`."""
+    asked = _request(args)
+    before = read_costs(args.cost, "vllm") if args.cost.exists() else None
+    with stages(f"tuning {asked.url}", args.json) as tell:
+        looks = asyncio.run(measure(asked, tell))
+    costs = added(before, looks, asked.draft)
+    write_costs(costs, args.cost)
+    rows, todo = rows_of(costs), next_run(costs)
+    if rows:
+        write(as_tuned(asked, args.model, costs), args.out)
+    if args.json:
+        said = {"looks": [asdict(x) for x in looks], "rows": [asdict(r) for r in rows], "restart": todo}
+        print(json.dumps(said))
+    else:
+        _show(looks, rows, todo, args.out)
+    return 0
+
+
+def _request(args: TuneArgs) -> ServerTuneRequest:
+    if args.url is None:
+        raise ConfigError("--engine vllm measures a vLLM that runs: give its address with --url")
+    if len(args.drafts) != 1:
+        raise ConfigError("--engine vllm: name the one draft that it runs with, or would, with --drafts")
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds must be above 0, got {args.seconds:g}")
+    return ServerTuneRequest(
+        args.url,
+        args.drafts[0],
+        tuple(read_prompts(args.prompts or DEFAULT_PROMPTS, args.num_prompts)),
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed),
+        numbers("batch", args.batch),
+        args.seconds,
+        read_key(args.api_key_file),
+    )
+
+
+def _show(looks: Seq[Look], rows: list[LengthRow], todo: str | None, out: Path) -> None:
+    """Show what was measured, which length pays, and what to run next."""
+    console = stdout_console()
+    for x in looks:
+        what = f"{x.k} draft tokens, {1 + sum(x.survival):.2f} tokens a round" if x.k else "no draft"
+        console.print(f"{x.batch} at once: {what}, {x.round_ms:.2f} ms a round ({x.num_rounds} rounds)", markup=False)
+    if rows:
+        best, shown = best_of(rows), []
+        for r in rows:
+            said = [word for word, holds in (("best", best[r.batch] == r), ("computed", not r.measured)) if holds]
+            figures = (f"{r.tokens:.2f}", f"{r.round_ms:.2f}", f"{r.speedup:.2f}")
+            shown.append((str(r.batch), str(r.k or "off"), *figures, " ".join(said)))
+        heads = ("at once", "draft tokens", "tokens a round", "ms a round", "times plain decoding", "")
+        show_table(table("", heads, shown, left=(5,)))
+        console.print(f"written: {out}; its command: sameseed export vllm {out}", markup=False)
+    if todo:
+        console.print(f"vLLM has one length at a time: restart it {todo}, and run this again", markup=False)

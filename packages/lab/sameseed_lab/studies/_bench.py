@@ -158,13 +158,11 @@ def _costs(mine: Run, plain: Run) -> tuple[float, float]:
 def price(
     target: ModelRunner, draft: ModelRunner, texts: Seq[tuple[Seq[int], Seq[int], SamplingParams]]
 ) -> dict[str, float]:
-    """The price of exactness: acceptance of coupled sampling against that of min(1, p/q) on the same `positions`.
+    """The price of exactness: what coupled sampling accepts, and what min(1, p/q) would, on the same `positions`.
 
     `texts`: (prompt, the target's text, sampling parameters) each. `coupled`: how often both models choose the same
-    token with the same noise. `min_pq`: mean of sum(min(p, q)), the probability with which the usual rule accepts a
-    token drawn from q (Leviathan et al., 2023, theorem 3.5). Its text depends on the drafter; with coupled sampling it
-    does not (docs/concepts.md), which accepts somewhat less. Empty if there are no positions. Both runners must be
-    idle; their cache blocks are free again afterwards.
+    token with the same noise. `min_pq`: mean of sum(min(p, q)) (Leviathan et al., 2023, theorem 3.5). Empty without
+    positions. Both runners must be idle.
     """
     alike, overlap = list[bool](), list[float]()
     for prompt, text, params in (job for job in texts if job[1]):

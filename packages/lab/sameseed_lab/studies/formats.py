@@ -65,10 +65,9 @@ class DepthCell:
 
 
 def extended(few: Profile, many: Profile) -> Profile:
-    """The costs of all layers of LARGE from those of `LAYERS`: a pass takes as long for each byte that a token reads.
+    """The costs of all layers of LARGE from those of `LAYERS`, in proportion to the bytes that a token reads.
 
-    Bytes lie on the line through both depths. Times do not, for a line would multiply their noise: the sum of both
-    depths' times grows in proportion to the bytes.
+    A line through both depths' times would multiply their noise, so their sum grows instead.
     """
     config, (a, b) = get_shape(LARGE), LAYERS
     low, high = few.stored[0].bytes_per_token, many.stored[0].bytes_per_token
@@ -85,9 +84,9 @@ def extended(few: Profile, many: Profile) -> Profile:
 def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -> list[Row]:
     """A row for each draft length `k` of a hierarchy head > MIDDLE > LARGE: its speed by costs.
 
-    `deep`: the record of a DepthCell. `model`: a draft model's record, for the acceptance. `gain`: of MIDDLE's head.
-    Beyond the drafts of `model`, the share of accepted drafts falls as in the mean over its places. `check`: c(k + 1)
-    of LARGE. `head_gain`, `alone_gain`: over plain decoding of LARGE, with MIDDLE's head and without. `best`: the most.
+    `deep`: the record of a DepthCell. `model`: a draft model's record, whose share of accepted drafts falls on as
+    before. `gain`: of MIDDLE's head. `head_gain`, `alone_gain`: over plain decoding of LARGE, with that head and
+    without.
     """
     costs = Profile.from_dict(deep)
     assert costs.draft is not None

@@ -25,6 +25,17 @@ from sameseed_lab.twin.source import TwinSource
 
 SCHEMA = "sameseed.twin/1"
 RECORD = "twin.json"  # in the twin's folder: where in the twin the small model's weights are
+CARD = f"""# {{of}} in the shape of {{name}}
+
+Written by `sameseed twin`. {{said}}
+
+It is for measuring speed. Where the small model lies in it, `{RECORD}` says.
+"""
+HEAD_SAID = """It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of an EAGLE-3 head
+for such a target, and is of no use for any other target. What is not the small head's has no effect."""
+SAID = """This is no trained model of its size: it computes the function of {of} ({small:.1f} million parameters) with
+{big:.0f} million, nearly all of them random or zero and without effect. What it writes is worth what {of} writes, and
+says nothing about {name}."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +70,9 @@ def make_twin(
 ) -> Twin:
     """Write a checkpoint with the dimensions of `shape` (called `name`) that computes the function of the model `of`.
 
-    If `of` is an EAGLE-3 head, the twin drafts for the twin of `target` what the head drafts for `target`;
-    `num_tokens` is the size of its draft vocabulary (None: 32000 if possible). `out` appears only when it is complete;
-    the process needs a few megabytes of memory. `progress(done, total)` counts values. `shard`: most bytes of a file.
-    Raises ConfigError if the model does not fit the shape, ModelSaveError if `out` is taken or the disk is too small
-    (before anything is written), ModelLoadError for an invalid source.
+    An EAGLE-3 head's twin drafts for the twin of `target`, over `num_tokens` tokens (None: 32000 if possible). `out`
+    appears when it is complete; the process needs a few megabytes. `shard`: most bytes of a file. Raises ConfigError,
+    ModelSaveError (before anything is written), ModelLoadError.
     """
     small = resolve_model(of)
     if not is_head(small) and num_tokens is not None:
@@ -72,10 +81,11 @@ def make_twin(
     with opened or open_twin(shape, of, name, seed) as source:
         head = source.head if isinstance(source, HeadTwinSource) else None
         about = {"schema": SCHEMA, "of": of, "shape": name, "seed": seed, **source.layout.as_dict()}
-        config, card = dict(source.layout.raw), _card(of, name, source.layout)
+        small_size, big_size = (c.num_parameters / 1e6 for c in (source.layout.small, source.layout.config))
+        config, said = dict(source.layout.raw), SAID.format(of=of, name=name, small=small_size, big=big_size)
         if head is not None:
             about |= {"target": target, "draft_vocab_size": head.num_live}
-            config, card = head.raw, _head_card(of, target, name)
+            config, said = head.raw, HEAD_SAID.format(of=of, target=target)
         size = num_bytes(source, source.shapes)
         check_room(out, size)
         config["torch_dtype"] = str(source.dtype("q_proj.weight")).removeprefix("torch.")
@@ -83,7 +93,7 @@ def make_twin(
         with new_folder(out, overwrite, small) as partial:
             stream_weights(partial, source, source.shapes, progress, shard)
             copy_files(small, partial)
-            for file, text in {**files, "README.md": card}.items():
+            for file, text in {**files, "README.md": CARD.format(of=of, name=name, said=said)}.items():
                 write_file(partial / file, [text.encode()])
     return Twin(Path(os.path.abspath(out)), source.layout, size, head)
 
@@ -111,27 +121,3 @@ def open_head_twin(
         ids = target_ids(folder, config, own)
         head = make_head_layout(config, ids, theirs.layout, raw, num_tokens, name)
         yield HeadTwinSource(head, own, theirs.small, shapes, at, seed)
-
-
-def _head_card(of: str, target: str, name: str) -> str:
-    return f"""# {of} for a target in the shape of {name}
-
-Written by `sameseed twin`. It drafts for the twin of {target} what {of} drafts for {target}, at the size and cost of an
-EAGLE-3 head for such a target; what is not the small head's is random or zero and without effect. It is for measuring
-speed, and of no use for any other target.
-
-Where the small head lies in it, `{RECORD}` says.
-"""
-
-
-def _card(of: str, name: str, layout: TwinLayout) -> str:
-    small, big = layout.small, layout.config
-    return f"""# {of} in the shape of {name}
-
-Written by `sameseed twin`. This is no trained model of its size: it computes the function of {of}
-({small.num_parameters / 1e6:.1f} million parameters) with {big.num_parameters / 1e6:.0f} million, nearly all of them
-random or zero and without effect. It is for measuring speed: a real model's size and arithmetic with a small model's
-text. What it writes is worth what {of} writes, and says nothing about {name}.
-
-Where the small model lies in it, `{RECORD}` says.
-"""
