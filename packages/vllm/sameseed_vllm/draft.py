@@ -30,6 +30,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OWN = ("dspark", "dflash", "ngram_gpu")  # methods that sameseed has no drafter for
 WITHIN = ("mtp", "dspark")  # methods whose weights the target's checkpoint may hold
 WITH_WEIGHTS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
+# vLLM's own keys: the methods that take it, and what its value must be.
+KEYS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "draft_tensor_parallel_size": (WITH_WEIGHTS, "1 or the target's --tensor-parallel-size"),
+    "parallel_drafting": (("draft_model", "eagle", "eagle3"), "true or false (the draft must be trained for it)"),
+    "draft_sample_method": (WITH_WEIGHTS, "'greedy' or 'probabilistic'"),
+    "num_speculative_tokens_per_batch_size": (
+        ("ngram", "ngram_gpu", *WITH_WEIGHTS),
+        "a list of [first, last, tokens], ranges of batch sizes from 1 on without overlap, tokens up to --k",
+    ),
+    "suffix_decoding_max_cached_requests": (("suffix",), "a number of requests, 0 or more"),
+}
 _DRAFTERS = {name: name for name in ("ngram", "suffix", "draft_model", "eagle", "mtp")}
 _DRAFTERS |= {"parallel": "draft_model", "block": "dflash", "assistant": "mtp"}
 # Method by part of an architecture's name, or of a hub id; the first that is found counts.
@@ -176,57 +187,30 @@ def _options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_keys(method: str, spec: SpecConfig, spread: Spread) -> dict[str, Any]:
     """vLLM's own keys among the options, checked. Raises ConfigError."""
-    made = {}
-    for name, value in spec.options.items():
-        if name not in KEYS:
-            continue
-        methods, good, what = KEYS[name]
+    good: dict[str, Callable[[Any], bool]] = {
+        "draft_tensor_parallel_size": lambda value: type(value) is int and value in (1, spread.tensor_parallel_size),
+        "parallel_drafting": lambda value: isinstance(value, bool),
+        "draft_sample_method": lambda value: value in ("greedy", "probabilistic"),
+        "num_speculative_tokens_per_batch_size": lambda value: _is_table(value, spec.num_draft_tokens),
+        "suffix_decoding_max_cached_requests": lambda value: type(value) is int and value >= 0,
+    }
+    made = {name: value for name, value in spec.options.items() if name in KEYS}
+    for name, value in made.items():
+        methods, what = KEYS[name]
         if method not in methods:
             raise ConfigError(f"{name} is for {', '.join(methods)}, not for {method}; leave it out")
-        if not good(value, spec, spread):
+        if not good[name](value):
             raise ConfigError(f"{name} must be {what}, got {value!r}")
-        made[name] = value
     return made
 
 
-def _is_table(value: Any, spec: SpecConfig, spread: Spread) -> bool:
+def _is_table(value: Any, most: int) -> bool:
     """Whether `value` lists [first, last, tokens] of ranges of batch sizes, from 1 on, without overlap."""
     last = 0
     for row in value if isinstance(value, list) and value else [None]:
         if not (isinstance(row, list) and len(row) == 3 and all(type(v) is int for v in row)):
             return False
-        if not (last < row[0] <= row[1] and 0 <= row[2] <= spec.num_draft_tokens):
+        if not (last < row[0] <= row[1] and 0 <= row[2] <= most):
             return False
         last = row[1]
     return bool(value[0][0] == 1)
-
-
-Check = Callable[[Any, SpecConfig, Spread], bool]
-# vLLM's own keys: the methods that take it, a check of the value, and what the value must be.
-KEYS: Mapping[str, tuple[tuple[str, ...], Check, str]] = {
-    "draft_tensor_parallel_size": (
-        WITH_WEIGHTS,
-        lambda value, spec, spread: type(value) is int and value in (1, spread.tensor_parallel_size),
-        "1 or the target's --tensor-parallel-size",
-    ),
-    "parallel_drafting": (
-        ("draft_model", "eagle", "eagle3"),
-        lambda value, spec, spread: isinstance(value, bool),
-        "true or false (the draft must be trained for it)",
-    ),
-    "draft_sample_method": (
-        WITH_WEIGHTS,
-        lambda value, spec, spread: value in ("greedy", "probabilistic"),
-        "'greedy' or 'probabilistic'",
-    ),
-    "num_speculative_tokens_per_batch_size": (
-        ("ngram", "ngram_gpu", *WITH_WEIGHTS),
-        _is_table,
-        "a list of [first, last, tokens], ranges of batch sizes from 1 on without overlap, tokens up to --k",
-    ),
-    "suffix_decoding_max_cached_requests": (
-        ("suffix",),
-        lambda value, spec, spread: type(value) is int and value >= 0,
-        "a number of requests, 0 or more",
-    ),
-}

@@ -56,12 +56,8 @@ def create_proxy(client: VllmClient, config: ServerConfig) -> tuple[ASGIApp, Gat
     async def models() -> JSONResponse:
         # Not vLLM's own answer, which names the model's folder.
         limit = client.facts.get("max_model_len")
-        made = {
-            "object": "model",
-            "created": created,
-            "owned_by": "vllm",
-            **({"max_model_len": limit} if limit else {}),
-        }
+        made = {"object": "model", "created": created, "owned_by": "vllm"}
+        made |= {"max_model_len": limit} if limit else {}
         return JSONResponse({"object": "list", "data": [{"id": name, **made} for name in config.names]})
 
     @app.get("/version")
