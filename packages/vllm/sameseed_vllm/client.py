@@ -51,11 +51,7 @@ class VllmClient(Supervised):
         max_restarts: int = 5,
         first_delay: float = FIRST_DELAY,
     ) -> None:
-        """`arguments` as `export.vllm.arguments` makes them. `facts`: max_num_seqs, method. `python`: what runs vLLM.
-
-        vLLM is killed after `beat_timeout` seconds without a healthy answer, or if it is not ready in `load_timeout`
-        seconds. Raises ConfigError if there is no vLLM.
-        """
+        """`arguments`: of `flags.arguments`. vLLM is killed after either timeout. Raises ConfigError without a vLLM."""
         program = interpreter(python)
         super().__init__(max_restarts, first_delay)
         self.facts = dict(facts)

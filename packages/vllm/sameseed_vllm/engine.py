@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from sameseed.errors import ConfigError
 from sameseed_vllm import flags as vllm
-from sameseed_vllm.draft import OWN as OWN
+from sameseed_vllm.draft import OWN as OWN, Spread, speculative_config
 from sameseed_vllm.environments import environment, look
-from sameseed_vllm.flags import Spread
 
 if TYPE_CHECKING:
     from sameseed.cli.flags import ServeArgs, TuneArgs
@@ -23,7 +22,7 @@ log = logging.getLogger("sameseed.server")
 def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
     """Serve with vLLM until told to stop; returns the exit code. Raises ConfigError, ModelLoadError."""
     spread = Spread(args.tensor_parallel_size, args.pipeline_parallel_size, args.nodes)
-    spec = vllm.speculative_config(engine.settings, spread)
+    spec = speculative_config(engine.settings, spread)
 
     def check(keys: Keys) -> None:
         if vllm.shares_past(spec) and len(keys) > 1:
@@ -34,11 +33,8 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
     arguments = vllm.arguments(engine.model, engine.settings, spread, config.names, detail, more, parser)
     installed = look(args.vllm_python)
     vllm.check(installed, arguments, spec, spread, args.batch_invariant)
-    facts = {
-        "max_num_seqs": engine.settings["max_num_seqs"],
-        "method": "none" if spec is None else spec["method"],
-        "greedy_only": vllm.greedy_only(installed, spec),
-    }
+    facts = {"max_num_seqs": engine.settings["max_num_seqs"], "method": spec["method"] if spec else "none"}
+    facts["greedy_only"] = vllm.greedy_only(installed, spec)
     for note in vllm.notes(installed, spec, args.batch_invariant):
         log.warning(note)
     try:

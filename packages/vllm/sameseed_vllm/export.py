@@ -18,7 +18,7 @@ from sameseed.models.draft_format import draft_scheme
 from sameseed.models.head_config import is_block, is_head
 from sameseed.scheme import QuantScheme
 from sameseed.tuned import TABLE_END, Chosen, Tuned
-from sameseed_vllm import flags as vllm
+from sameseed_vllm import draft as drafts, flags as vllm
 from sameseed_vllm.environments import environment
 
 STALLS = "a 0 in vLLM's table was reported to stall batches at its edge (vllm-project/vllm issue 49548): measure it"
@@ -27,7 +27,6 @@ GGUF_TYPES = {"w8a8": "Q8_0", "w4a8": "Q4_0", "w4a16": "Q4_0", "bf16": "BF16", "
 GGUF_TYPES |= {"q2_k": "Q2_K", "q4_k": "Q4_K_M", "q5_k": "Q5_K_M", "q6_k": "Q6_K"}
 GGUF_TYPES |= {name: name.upper() for name in ("q4_1", "q5_0", "q5_1", "iq4_nl")}
 GGUF_KV = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "int4": "q4_0"}
-FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def _model_opt(tuned: Tuned) -> dict[str, Any]:
 def _place(model: str) -> Path:
     """A folder or GGUF file, or its name on the hub. Raises ModelLoadError."""
     name = str(packaged(model)) if model in PACKAGED else model
-    return Path(name if name.endswith(GGUF) else vllm.model_path(name))
+    return Path(name if name.endswith(GGUF) else drafts.model_path(name))
 
 
 def _draft_format(tuned: Tuned, model: str) -> str:
@@ -138,16 +137,16 @@ def _vllm(tuned: Tuned) -> Exported:
     settings: dict[str, Any] = {"draft": spec, "num_draft_tokens": _most(chosen), "threads": chosen.threads}
     if chosen.max_num_seqs:
         settings["max_num_seqs"] = chosen.max_num_seqs
-    known = spec.method in vllm.OPTIONS and set(chosen.draft_options or {}) <= vllm.OPTIONS[spec.method].keys()
+    known = spec.method in drafts.OPTIONS and set(chosen.draft_options or {}) <= drafts.OPTIONS[spec.method].keys()
     settings |= {"draft_options": dict(chosen.draft_options)} if known and chosen.draft_options else {}
     lost = dataclasses.replace(chosen, draft_options=None if known else chosen.draft_options)
     for name, value in (("format", chosen.format), ("kv_format", chosen.kv_format)):
         try:
-            vllm.arguments(tuned.model.id, {name: value or "auto"}, vllm.Spread(), ("m",))
+            vllm.arguments(tuned.model.id, {name: value or "auto"}, drafts.Spread(), ("m",))
             settings[name] = value or "auto"
         except ConfigError as error:
             notes.append(f"--{name.replace('_', '-')} {value}: {error}")
-    words = vllm.arguments(tuned.model.id, settings, vllm.Spread(), (tuned.model.id,))
+    words = vllm.arguments(tuned.model.id, settings, drafts.Spread(), (tuned.model.id,))
     if chosen.by_batch and "--speculative-config" in words and _kind(spec) in ("head", "block", "model"):
         at, table = words.index("--speculative-config") + 1, [list(row) for row in chosen.ranges()]
         table[-1][1] = max(table[-1][0], chosen.max_num_seqs or TABLE_END)
@@ -168,9 +167,9 @@ def _most(chosen: Chosen) -> int:
 def _sglang(tuned: Tuned) -> Exported:
     chosen = tuned.chosen
     notes: list[str] = []
-    words = ["python", "-m", "sglang.launch_server", "--model-path", vllm.model_path(tuned.model.id)]
-    if chosen.format in FLOATS:
-        words += ["--dtype", FLOATS[chosen.format]]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", drafts.model_path(tuned.model.id)]
+    if chosen.format in vllm.DTYPES:
+        words += ["--dtype", vllm.DTYPES[chosen.format]]
     elif chosen.format not in (None, "auto"):
         how = f"sameseed quantize {tuned.model.id} --scheme {chosen.format} --out DIR, and give DIR as the model"
         notes.append(f"--format {chosen.format}: weights are served as stored; write them first: {how}")
@@ -182,8 +181,8 @@ def _sglang(tuned: Tuned) -> Exported:
     if spec.method == "ngram":
         words += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(k)]
     elif spec.model is not None:
-        path = vllm.model_path(spec.model)
-        kind = (vllm.speculative_config({"draft": spec}, vllm.Spread()) or {})["method"]
+        path = drafts.model_path(spec.model)
+        kind = (drafts.speculative_config({"draft": spec}, drafts.Spread()) or {})["method"]
         algorithm = {"draft_model": "STANDALONE", "eagle": "EAGLE"}.get(kind, "EAGLE3")
         words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", path]
         words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
@@ -233,7 +232,7 @@ def _gguf(model: str, number_format: str | None, notes: list[str], draft: bool =
             return [there, str(folder.parent), file_there, folder.name]
         return [there if labelled else here, str(folder)]
     file = f"{folder.name}-{kind}.gguf"
-    like = "" if base in ("auto", *FLOATS) else f" ({kind} is the nearest to {number_format}, not the same)"
+    like = "" if base in ("auto", *vllm.DTYPES) else f" ({kind} is the nearest to {number_format}, not the same)"
     notes.append(f"make {file}: python convert_hf_to_gguf.py {folder} --outfile {file} (llama-quantize: {kind}){like}")
     return [here, file]
 

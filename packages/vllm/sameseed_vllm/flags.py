@@ -15,19 +15,8 @@ from typing import Any
 from sameseed.config import CacheConfig, EngineConfig
 from sameseed.errors import ConfigError
 from sameseed.models.config import read_json
-from sameseed_vllm.draft import (
-    NGRAM_AHEAD,
-    OLDEST,
-    ON_ONE,
-    OPTIONS as OPTIONS,
-    OVER_STAGES,
-    SINCE,
-    WITH_WEIGHTS,
-    Spread as Spread,
-    Version,
-    model_path as model_path,
-    speculative_config as speculative_config,
-)
+from sameseed_vllm import draft
+from sameseed_vllm.draft import Spread, Version
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # fp8 has one scale per layer, which all vLLM kernels support; the others have one per token and head, as in sameseed.
@@ -41,12 +30,11 @@ LACKED = {
     "max_pass_ms": "bounds sameseed's passes; leave it out, and give --max-num-rows for vLLM's",
     "template_date": "is for sameseed's chat templates; leave it out, since vLLM's see the day of the request",
 }
-# vLLM's flags that sameseed itself sets: access, address, model and draft.
+# vLLM's flags that sameseed itself sets: access, address, model, draft, a file of flags, sequences, metrics.
 RESERVED = (
     *("host", "port", "uds", "api-key", "ssl-keyfile", "ssl-certfile", "grpc-port", "allowed-origins", "root-path"),
     *("model", "served-model-name", "speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"),
     *("trust-remote-code", "middleware", "headless"),
-    # A file of flags; the number of sequences; the metrics.
     *("config", "max-num-seqs", "per-request-spec-decode-metrics"),
 )
 
@@ -69,7 +57,7 @@ class Installed:
     def number(self) -> Version:
         """The first two numbers, (0, 0) if there are none. A build without tags is taken for a new one."""
         if not self.tagged:
-            return max(OLDEST, *SINCE.values())
+            return max(draft.OLDEST, *draft.SINCE.values())
         major, minor, *_ = *self.version.split("."), "0", "0"
         return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
@@ -90,10 +78,10 @@ def arguments(
     `reasoning_parser`: a parser of thoughts, by vLLM's name; None or "none": thoughts stay in the text.
     Raises ConfigError for what vLLM cannot do, ModelLoadError for a model that does not exist.
     """
-    folder = model_path(model)
+    folder = draft.model_path(model)
     made = [folder, "--served-model-name", *served_names, *_format(folder, settings), *_limits(settings)]
     made += spread.arguments()
-    spec = speculative_config(settings, spread)
+    spec = draft.speculative_config(settings, spread)
     if spec is not None:
         made += ["--speculative-config", json.dumps(spec, separators=(",", ":"))]
         made += ["--per-request-spec-decode-metrics", detail]
@@ -110,27 +98,26 @@ def check(
     method, version = spec.get("method"), installed.version
     caches = [after for word, after in pairwise([*words, ""]) if word == "--kv-cache-dtype"]
     cache = caches[-1] if caches else None  # the last one counts, as in parsers
-    if installed.number < OLDEST:
-        raise ConfigError(f"vLLM {version} is too old, {_text(OLDEST)} is the oldest; update it: pip install -U vllm")
+    if installed.number < draft.OLDEST:
+        raise ConfigError(f"vLLM {version} is too old, {_text(draft.OLDEST)} is the oldest; pip install -U vllm")
     if method == "suffix" and "arctic_inference" not in installed.modules:
         raise ConfigError("--draft suffix needs a library beside vLLM: pip install arctic-inference there")
     if spread.nodes > 1 and installed.cpu:  # 0.32.0: "current platform cpu does not support ray", after loading
         raise ConfigError("vLLM for CPUs starts no Ray workers; leave --nodes out: one server a node with a router")
     if spread.nodes > 1 and "ray" not in installed.modules:
         raise ConfigError("--nodes needs Ray beside vLLM: pip install ray there, and start a cluster with `ray start`")
-    over = spread.stages > 1 and method in WITH_WEIGHTS
+    over = spread.stages > 1 and method in draft.WITH_WEIGHTS
     alone = method == "draft_model" and spec.get("draft_tensor_parallel_size", 1) < spread.tensor_parallel_size
-    for word, wanted in ((OVER_STAGES, over), (ON_ONE, alone)):
-        if wanted and installed.number < SINCE[word]:
-            raise ConfigError(f"vLLM {version} has no {word}; update it to {_text(SINCE[word])}, or leave it out")
-    if installed.cpu:
-        # What vLLM's build for CPUs lacks
+    for word, wanted in ((draft.OVER_STAGES, over), (draft.ON_ONE, alone)):
+        if wanted and installed.number < draft.SINCE[word]:
+            raise ConfigError(f"vLLM {version} has no {word}; update it to {_text(draft.SINCE[word])}, or leave it out")
+    if installed.cpu:  # what this build lacks
         if batch_invariant:
             raise ConfigError("--batch-invariant is of vLLM's GPU kernels, and this build is for CPUs; leave it out")
         if cache is not None and cache.endswith("_per_token_head"):
             raise ConfigError(f"vLLM keeps no {cache} cache on CPUs; take --kv-format auto, bf16 or fp8")
         if method in ("dspark", "ngram_gpu") or alone or over:  # `over`: 0.32.0 ends with an AttributeError
-            what = OVER_STAGES if over else "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
+            what = draft.OVER_STAGES if over else "a draft_tensor_parallel_size of 1" if alone else f"--draft {method}"
             raise ConfigError(f"{what} is not to be had in vLLM's build for CPUs; leave it out, or take --draft ngram")
     _check_flags(installed, words)
 
@@ -150,8 +137,8 @@ def notes(installed: Installed, spec: Mapping[str, Any] | None, batch_invariant:
     """Warnings to the operator about these settings."""
     made, method = [], (spec or {}).get("method")
     if not installed.tagged:
-        made.append(f"vLLM {installed.version} does not say its age; {_text(OLDEST)} is the oldest that works")
-    if method == "suffix" or (method == "ngram" and installed.number < SINCE[NGRAM_AHEAD]):
+        made.append(f"vLLM {installed.version} does not say its age; {_text(draft.OLDEST)} is the oldest that works")
+    if method == "suffix" or (method == "ngram" and installed.number < draft.SINCE[draft.NGRAM_AHEAD]):
         made.append(
             f"vLLM {installed.version} does not schedule ahead with --draft {method}: each step waits for the last"
             + ("; --draft ngram_gpu does not" if method == "ngram" and not installed.cpu else "")

@@ -12,9 +12,10 @@ import pytest
 from sameseed import registry
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed_vllm import environments, flags as vllm
+from sameseed_vllm import draft as drafts, environments, flags as vllm
+from sameseed_vllm.draft import Spread
 from sameseed_vllm.environments import BIND, cores_of_workers, environment
-from sameseed_vllm.flags import Installed, Spread
+from sameseed_vllm.flags import Installed
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SUFFIX = {
@@ -31,7 +32,7 @@ def arguments(model: str = "org/model", spread: Spread | None = None, more: str 
 
 
 def drafted(draft: SpecConfig, spread: Spread | None = None, **settings: Any) -> dict[str, Any]:
-    made = vllm.speculative_config({"draft": draft, **settings}, spread or Spread())
+    made = drafts.speculative_config({"draft": draft, **settings}, spread or Spread())
     assert made is not None
     return made
 
@@ -119,11 +120,11 @@ def test_packaged_drafts_and_spreads() -> None:
     assert line[line.index("--per-request-spec-decode-metrics") + 1] == "summary"
 
 
-@pytest.mark.parametrize("name", sorted(vllm.OPTIONS))
+@pytest.mark.parametrize("name", sorted(drafts.OPTIONS))
 def test_options_are_the_drafters_own(name: str) -> None:
-    """`vllm.OPTIONS` repeats the drafters' defaults, so the two must agree."""
+    """`OPTIONS` repeats the drafters' defaults, so the two must agree."""
     own = vars(registry.load("drafters", name).DRAFTER.Options())
-    assert vllm.OPTIONS[name].items() <= own.items()
+    assert drafts.OPTIONS[name].items() <= own.items()
 
 
 @pytest.mark.parametrize(
@@ -200,11 +201,11 @@ def test_dense_formats_and_caches(tmp_path: Path) -> None:
 
 
 def test_models(tmp_path: Path) -> None:
-    assert (Path(vllm.model_path("embedded")) / "config.json").is_file()
+    assert (Path(drafts.model_path("embedded")) / "config.json").is_file()
     (tmp_path / "m.gguf").write_bytes(b"")
     for name in (str(tmp_path / "m.gguf"), str(tmp_path / "nothing"), "nothing", "a/b/c"):
         with pytest.raises(ModelLoadError):
-            vllm.model_path(name)
+            drafts.model_path(name)
 
 
 NODES = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1"  # several nodes without Ray
@@ -310,7 +311,7 @@ def verdict(
 ) -> None:
     spread = spread or Spread()
     words = arguments(spread=spread, more=more, **settings)
-    vllm.check(installed, words, vllm.speculative_config(settings, spread), spread, invariant)
+    vllm.check(installed, words, drafts.speculative_config(settings, spread), spread, invariant)
 
 
 def test_what_a_vllm_has_passes() -> None:

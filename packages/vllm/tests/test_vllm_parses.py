@@ -15,9 +15,9 @@ from fixtures_vllm import real_pythons
 
 from sameseed.config import SpecConfig, parse_draft
 from sameseed.errors import ConfigError
-from sameseed_vllm import flags as vllm
+from sameseed_vllm import draft, flags as vllm
+from sameseed_vllm.draft import Spread
 from sameseed_vllm.environments import look
-from sameseed_vllm.flags import Spread
 
 PARSE = Path(__file__).with_name("parse_with_vllm.py")
 LLAMA = {
@@ -131,7 +131,7 @@ def test_vllm_reads_what_we_write(name: str, read: dict[str, Any]) -> None:
     words = vllm.arguments(case.model, case.settings, case.spread, ("m",))
     if name == "suffix" and "arctic_inference" not in installed.modules:  # refused by us and by vLLM
         with pytest.raises(ConfigError, match="arctic-inference"):
-            vllm.check(installed, words, vllm.speculative_config(case.settings, case.spread), case.spread)
+            vllm.check(installed, words, draft.speculative_config(case.settings, case.spread), case.spread)
         assert "Arctic Inference is required" in told["error"]
         return
     if name == "nodes" and "ray" not in installed.modules:
