@@ -61,10 +61,7 @@ def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tens
 
 
 def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:
-    """Targets float32 [R, V] from a teacher's logits: its distribution plus `argmax_weight` on its most likely token.
-
-    Also returns the teacher's entropy [R]: the cross entropy minus it is KL(teacher || student) + argmax_weight * CE.
-    """
+    """Targets float32 [R, V]: a teacher's distribution plus `argmax_weight` on its best token; and its entropy [R]."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     best = log_p.argmax(-1, keepdim=True)
     p = log_p.exp()

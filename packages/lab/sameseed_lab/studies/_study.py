@@ -1,8 +1,4 @@
-"""What a study is: cells to measure, and a TOML file that says what was published, what differs and what to draw.
-
-A row is a record made flat: its fields, those of its config, and what the study derives. Plots, tables and published
-figures of the TOML file name fields of rows.
-"""
+"""What a study is: cells, and a TOML file of published figures, texts and plots, by fields of rows (flat records)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ After the HPML study of Columbia University (2025): Llama-3.1-8B with Llama-3.2-
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,12 +82,6 @@ class QualityCell:
         return {**made, "usage": meter.read().as_dict(max(1, num_tokens))}
 
 
-def quality_cells(formats: Seq[str]) -> list[QualityCell]:
-    """Perplexity in each format, then HumanEval."""
-    named = {PERPLEXITY: "perplexity", HUMANEVAL: "HumanEval"}
-    return [QualityCell(f"{said} in {form}", form, task) for task, said in named.items() for form in formats]
-
-
 def quality_rows(records: Records) -> list[Row]:
     """Rows of QualityCells; `lost`: perplexity over bf16's; `solved`: pass@1, with its 95 % interval."""
     rows = rows_of(records)
@@ -117,7 +110,8 @@ def cells(setup: StudySetup) -> list[Cell]:
             made.append(BenchCell(f"{name} lengths {how}", "bf16", ways, temperature))
         mixed = tuple(SpecSetting(draft, (3,), form, 0.2) for form in forms)
         made += [BenchCell(f"{name} mixes of {form}", form, mixed, base=base) for form in forms]
-    return [*made, *quality_cells(tuple(forms))]
+    tasks = {PERPLEXITY: "perplexity", HUMANEVAL: "HumanEval"}
+    return made + [QualityCell(f"{said} in {form}", form, task) for task, said in tasks.items() for form in forms]
 
 
 def derive(records: Records) -> list[Row]:

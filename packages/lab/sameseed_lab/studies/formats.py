@@ -65,10 +65,7 @@ class DepthCell:
 
 
 def extended(few: Profile, many: Profile) -> Profile:
-    """The costs of all layers of LARGE from those of `LAYERS`, in proportion to the bytes that a token reads.
-
-    A line through both depths' times would multiply their noise, so their sum grows instead.
-    """
+    """The costs of all layers of LARGE from the sum of those of `LAYERS`, in proportion to the bytes of a token."""
     config, (a, b) = get_shape(LARGE), LAYERS
     low, high = few.stored[0].bytes_per_token, many.stored[0].bytes_per_token
     grown = (low + (high - low) * (config.num_layers - a) / (b - a)) / (low + high)

@@ -1,8 +1,4 @@
-"""Other engines against ours on the same checkpoints, interleaved: passes, prefill, batches, and texts.
-
-For texts, each engine uses its own speculation. The runner in benchmarks/peers measures; its README.md describes the
-measurements and each engine's settings.
-"""
+"""Other engines against ours on the same checkpoints, interleaved, measured by benchmarks/peers (see its README)."""
 
 from __future__ import annotations
 
@@ -98,11 +94,8 @@ class PeerCell:
                 models = {"model": setup.models["target"], "draft": setup.models["1b"]}
                 drafters = registry.names("drafters")
                 asked |= {name: resolve_model(model) for name, model in models.items() if model not in drafters}
-            command = [
-                sys.executable,
-                str(PEERS / "run.py"),
-                *(w for k, v in asked.items() for w in (f"--{k}", str(v))),
-            ]
+            flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+            command = [sys.executable, str(PEERS / "run.py"), *flags]
             tell(" ".join(command))
             with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file) as running:
                 for line in running.stdout or ():

@@ -1,8 +1,6 @@
 """Twins of draft heads: a head for a target's twin, which drafts what the small head drafts for the small target.
 
-The hidden states captured from the twin are those of the small target: live dimensions, a constant, and zeros. The
-rules are those of `layout.py`. fc copies the constant into the head's residual stream, so that the head's padding
-tokens get low logits too.
+The rules are those of `layout.py`. fc copies the constant into the head's residual stream, for its padding tokens.
 """
 
 from __future__ import annotations
