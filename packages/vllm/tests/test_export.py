@@ -13,7 +13,6 @@ from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.hub import PACKAGED
 from sameseed.plan.profile_file import write
 from sameseed.tuned import AcceptRates, Chosen, Scope, Tuned, TunedMachine, TunedModel
-from sameseed_vllm import flags as vllm
 from sameseed_vllm.export import STALLS, UNTESTED, export
 
 CHOSEN = Chosen(draft="embedded-head", num_draft_tokens=5, max_num_seqs=16, threads=3)
@@ -148,4 +147,3 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["command"][:2] == ["vllm", "serve"]
     with pytest.raises(ConfigError, match="there are vllm"):
         export(tuned(), "ollama")
-    assert vllm.KV_FORMATS  # the server uses the same names
