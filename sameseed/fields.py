@@ -14,6 +14,11 @@ from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError, SameseedError, nearest
 
+if sys.version_info >= (3, 11):
+    import tomllib as tomllib
+else:
+    pass
+
 T = TypeVar("T")
 NAMES = {Mapping: "object", tuple: "list", type(None): "none"}
 LARGEST = sys.float_info.max  # an upper bound that keeps infinity out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sameseed import fields, registry
 from sameseed.errors import ConfigError, NoSuchNameError, RequestError, SameseedError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from sameseed.fields import tomllib
 
 
 @dataclass(frozen=True)

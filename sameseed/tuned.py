@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields as members
 from pathlib import Path
@@ -13,11 +12,7 @@ from typing import Any
 from sameseed import fields
 from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from sameseed.fields import tomllib
 
 TUNED_SCHEMA = "sameseed.profile-file/1"
 TABLE_END = 4096  # batch size at which the last range of `by_batch` ends, for engines that need an end

@@ -6,7 +6,6 @@ and the flags that mend it, are in `doctor.toml`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,15 +15,11 @@ from typing import Any
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import Gap, ModelSteps, RoundCost
+from sameseed.fields import tomllib
 from sameseed.measure.costs import Profile
 from sameseed.plan.metrics import Counted
 from sameseed.plan.pricing import MARGIN, Rounds, rounds_of
 from sameseed.tuned import TABLE_END
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ENOUGH = 20  # least drafts for a share of them to be meaningful
 USELESS, WEAK = 0.02, 0.35  # share of first draft tokens that are accepted

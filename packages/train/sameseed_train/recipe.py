@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
@@ -12,17 +11,12 @@ from typing import Any, TypeVar
 from sameseed import fields
 from sameseed.batch import MAX_NODES
 from sameseed.errors import ConfigError, nearest
-from sameseed.fields import within
+from sameseed.fields import tomllib, within
 from sameseed.models.config import ModelConfig, RopeConfig
 from sameseed.models.head_config import HeadConfig
 from sameseed.scheme import QuantScheme
 from sameseed_train.model import ModelShape
 from sameseed_train.optim import OptimSettings
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 R = TypeVar("R", bound="OwnRecipe")

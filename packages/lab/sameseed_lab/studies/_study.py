@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -10,13 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from sameseed.fields import tomllib
 from sameseed.report.plot import Panel, Series, shown
 from sameseed_lab.studies._setup import StudySetup, role_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Record = Mapping[str, Any]
 Records = Seq[Record]
