@@ -1,4 +1,4 @@
-"""JSON lines: files whose lines are prompts, conversations or texts. Every error names the line."""
+"""Texts of users: files as a whole, and JSON lines of prompts, conversations or texts, whose errors name the line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sameseed.errors import ConfigError, RequestError
+from sameseed.errors import ConfigError, RequestError, SameseedError
 from sameseed.tokenizer import Tokenizer
 
 KINDS = {"messages": list, "prompt": str, "text": str}
@@ -33,6 +33,15 @@ class Line:
             return tuple(tokenizer.encode(self.value))
         except RequestError as error:
             raise ConfigError(f"{self.where}: {error}") from None
+
+
+def read_text(path: Path, what: str, remedy: str, error: type[SameseedError] = ConfigError) -> str:
+    """The text of a file in UTF-8. Raises `error`, which says what cannot be read, why, and the remedy."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) else f"it is no UTF-8 text: {fault}"
+        raise error(f"cannot read {what} from {path} ({why}); {remedy}") from None
 
 
 def objects(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:

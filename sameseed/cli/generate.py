@@ -11,6 +11,7 @@ from sameseed.cli.flags import GenerateArgs
 from sameseed.cli.options import Parsed, stdin_text
 from sameseed.engine.llm import LLM
 from sameseed.errors import RequestError
+from sameseed.lines import read_text
 from sameseed.request import Completion, Delta, FinishReason, SamplingParams
 from sameseed.spec.drafter import level_metrics
 
@@ -38,11 +39,7 @@ def read_prompt(args: GenerateArgs) -> str:
     if args.prompt is not None and args.prompt != "-":
         text = args.prompt
     elif args.file is not None:
-        try:
-            text = args.file.read_text(encoding="utf-8-sig").removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise RequestError(f"cannot read the prompt from {args.file} ({why}); give a UTF-8 text file") from None
+        text = read_text(args.file, "the prompt", "give a UTF-8 text file", RequestError).removesuffix("\n")
     else:
         text = stdin_text("prompt").removesuffix("\n")
     if not text:

@@ -10,7 +10,7 @@ from sameseed.config import ENDING, GOODPUT_DRAFT_TOKENS, SpecConfig, draft_text
 from sameseed.engine.levels import drafter_class, resolve
 from sameseed.errors import ConfigError, RequestError
 from sameseed.fields import parse
-from sameseed.lines import Line, read_lines
+from sameseed.lines import Line, read_lines, read_text
 from sameseed.measure import prompt_sets
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.quality.data import take
@@ -46,14 +46,8 @@ def _read_file(path: Path) -> list[Prompt]:
     if path.suffix == ".jsonl":
         prompts = [_prompt(line) for line in read_lines(path, "messages", "prompt")]
     else:
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            sets = ", ".join(prompt_sets.SETS)
-            raise ConfigError(
-                f"cannot read prompts from {path} ({why}); give a .jsonl or .txt file, or a set ({sets})"
-            ) from None
+        remedy = f"give a .jsonl or .txt file, or a set ({', '.join(prompt_sets.SETS)})"
+        lines = read_text(path, "prompts", remedy).split("\n")
         prompts = [Prompt(str(n), "text", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} holds no prompts; write one a line")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.lines import read_lines
+from sameseed.lines import read_lines, read_text
 from sameseed.tokenizer import Tokenizer
 
 MOST_DOCUMENTS = 100_000  # lines that are read; enough for any choice of samples
@@ -63,12 +63,7 @@ def _documents(path: Path, tokenizer: Tokenizer) -> Iterator[Seq[int]]:
         return
     if path.suffix != ".txt":
         raise ConfigError(f"{path}: calibration text is a .jsonl or a .txt file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}); give a .jsonl or .txt file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text ({error}); convert it first") from None
+    text = read_text(path, "calibration text", "give a .jsonl or .txt file")
     if text.strip():
         yield tokenizer.encode(text)
 

@@ -34,14 +34,11 @@ def run(argv: Seq[str], prog: str) -> int:
     args = parse(VocabularyArgs, argv, prog).args
     if args.text is None:
         raise RequestError("a text is missing; e.g. sameseed vocabulary chats.txt --size 8192 -o ids.json")
+    from sameseed.lines import read_text
     from sameseed.models.loader import load_tokenizer, read_config, resolve_model
     from sameseed.store import replacing
 
-    try:
-        lines = args.text.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(f"cannot read {args.text} ({why}); give a UTF-8 text file") from None
+    lines = read_text(args.text, "text", "give a UTF-8 text file", RequestError).splitlines(keepends=True)
     folder = resolve_model(args.model)
     encode = load_tokenizer(folder).encode
     counts = Counter(token for line in lines for token in encode(line, add_special_tokens=False))
