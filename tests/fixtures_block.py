@@ -1,7 +1,7 @@
 """Block heads for the tests: the papers' formulas in plain PyTorch, and a tiny head fitted to a target's logits."""
 
 import torch
-from fixtures_eagle import LAYER, _norm, _rotate, random_head, target_states, write_head
+from fixtures_eagle import LAYER, _norm, plain_attention, plain_mlp, random_head, target_states, write_head
 
 from sameseed.models.head_config import SELECTOR, BlockConfig, parse_head_config
 
@@ -66,14 +66,11 @@ def plain_block(config, w, states, last, target, gates=False):
         if window is not None:
             seen &= (back if causal else n - places[None, :]) < window
 
-        def linear(name, rows, at=at):
-            return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))
-
         def mixed(rows, read, part, side, at=at):
             if f"{at}.{part}.base_kernel" not in w:
                 return rows
             base, taps = w[f"{at}.{part}.base_kernel"][side], config.conv[0]
-            made = linear(f"{part}.kernel_projection", read).view(len(rows), 2, taps, -1)[:, side]
+            made = (read @ w[f"{at}.{part}.kernel_projection.weight"].T).view(len(rows), 2, taps, -1)[:, side]
             total = torch.zeros_like(rows)
             for place in range(len(rows)):
                 for tap in range(min(taps, place + 1)):
@@ -81,23 +78,12 @@ def plain_block(config, w, states, last, target, gates=False):
                     total[place] += weights * rows[place - tap]
             return total
 
-        normed = read = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
-        normed = mixed(normed, read, "attention_conv", 0)
-        q = linear("self_attn.q_proj", normed).view(len(x), -1, c.head_dim)
-        both = torch.cat([context, normed])
-        k, v = (linear(f"self_attn.{p}_proj", both).view(len(both), -1, c.head_dim) for p in "kv")
-        if c.qk_norm:
-            q, k = (_norm(y, w[f"{at}.self_attn.{p}_norm.weight"], eps) for y, p in ((q, "q"), (k, "k")))
-        q, k = _rotate(q, places[n:], c.rope.theta), _rotate(k, places, c.rope.theta)
-        k, v = (y.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for y in (k, v))
-        scores = torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        added = linear("self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
+        read = _norm(x, w[f"{at}.input_layernorm.weight"], eps)
+        rows = mixed(read, read, "attention_conv", 0)
+        added = plain_attention(c, w, at, rows, places[n:], torch.cat([context, rows]), places, seen)
         x = x + mixed(added, read, "attention_conv", 1)
         read = _norm(x, w[f"{at}.post_attention_layernorm.weight"], eps)
-        inner = mixed(read, read, "mlp_conv", 0)
-        gate = torch.nn.functional.silu(linear("mlp.gate_proj", inner))
-        x = x + mixed(linear("mlp.down_proj", gate * linear("mlp.up_proj", inner)), read, "mlp_conv", 1)
+        x = x + mixed(plain_mlp(w, at, mixed(read, read, "mlp_conv", 0)), read, "mlp_conv", 1)
     lm_head = w.get("lm_head.weight", target.ops.unpack(target.weights.lm_head).parts["weight"].float())
     last = _norm(x, w["norm.weight"], eps)[config.block_size - config.num_guesses :]
     return (last @ lm_head.T, last @ w[f"{SELECTOR[0]}.weight"].T) if gates else last @ lm_head.T

@@ -71,41 +71,45 @@ def combine(config, w, hidden, target):
     return hidden @ w["fc.weight"].T
 
 
-def plain_head(config, w, tokens, features, positions, sees, target, layer="midlayer"):
-    """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each row attends to."""
-    c, third = config.layer, config.kind == "eagle3"
-    target_embedding = target.ops.unpack(target.weights.embedding).parts["weight"].float()
-    target_head = target.ops.unpack(target.weights.lm_head).parts["weight"].float()
-    e = w.get("embed_tokens.weight", target_embedding)[tokens]
-    at = {n: w[f"{layer}.{n}.weight"] for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-    if third:
-        normed = _norm(features, w[f"{layer}.hidden_norm.weight"], c.rms_eps)
-        entering = torch.cat([_norm(e, w[f"{layer}.input_layernorm.weight"], c.rms_eps), normed], dim=1)
-        residual = normed if config.norm_before_residual else features
-    else:
-        entering = residual = torch.cat([e, features], dim=1) @ w["fc.weight"].T + w.get("fc.bias", torch.tensor(0.0))
-    q, k, v = (
-        (entering @ weight.T + w.get(f"{layer}.{n}.bias", torch.tensor(0.0))).view(len(tokens), -1, c.head_dim)
-        for n, weight in at.items()
-    )
+def plain_linear(w, at, name, rows):
+    return rows @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.tensor(0.0))
+
+
+def plain_attention(c, w, at, rows, positions, seen, places, sees):
+    """What `rows` at `positions` [T] add by attention to the rows `seen` at `places` [S]; `sees` bool [T, S]."""
+    inputs = (("q", rows), ("k", seen), ("v", seen))
+    q, k, v = (plain_linear(w, at, f"self_attn.{n}_proj", x).view(len(x), -1, c.head_dim) for n, x in inputs)
     if c.qk_norm:
-        q, k = (_norm(x, w[f"{layer}.self_attn.{n}_norm.weight"], c.rms_eps) for x, n in ((q, "q"), (k, "k")))
-    q, k = (_rotate(x, positions, c.rope.theta) for x in (q, k))
+        q, k = (_norm(x, w[f"{at}.self_attn.{n}_norm.weight"], c.rms_eps) for x, n in ((q, "q"), (k, "k")))
+    q, k = _rotate(q, positions, c.rope.theta), _rotate(k, places, c.rope.theta)
     k, v = (x.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * c.head_dim**-0.5
     weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    out = torch.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1)
-    x = residual + out @ w[f"{layer}.self_attn.o_proj.weight"].T + w.get(f"{layer}.self_attn.o_proj.bias", 0.0)
-    inner = _norm(x, w[f"{layer}.post_attention_layernorm.weight"], c.rms_eps)
-    gate, up = (
-        inner @ w[f"{layer}.mlp.{n}_proj.weight"].T + w.get(f"{layer}.mlp.{n}_proj.bias", 0.0) for n in ("gate", "up")
-    )
-    x = x + (torch.nn.functional.silu(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
-    x = x + w.get(f"{layer}.mlp.down_proj.bias", 0.0)
-    lm_head = w.get("lm_head.weight", target_head)
+    return plain_linear(w, at, "self_attn.o_proj", torch.einsum("hts,shd->thd", weights, v).flatten(1))
+
+
+def plain_mlp(w, at, rows):
+    gate = torch.nn.functional.silu(plain_linear(w, at, "mlp.gate_proj", rows))
+    return plain_linear(w, at, "mlp.down_proj", gate * plain_linear(w, at, "mlp.up_proj", rows))
+
+
+def plain_head(config, w, tokens, features, positions, sees, target, layer="midlayer"):
+    """Logits [T, Vd] and features [T, C] of rows; `sees` bool [T, T]: which rows each row attends to."""
+    c, eps, third = config.layer, config.layer.rms_eps, config.kind == "eagle3"
+    theirs = (target.ops.unpack(x).parts["weight"].float() for x in (target.weights.embedding, target.weights.lm_head))
+    embedding, lm_head = map(w.get, ("embed_tokens.weight", "lm_head.weight"), theirs)
+    e = embedding[tokens]
+    if third:
+        normed = _norm(features, w[f"{layer}.hidden_norm.weight"], eps)
+        entering = torch.cat([_norm(e, w[f"{layer}.input_layernorm.weight"], eps), normed], dim=1)
+        residual = normed if config.norm_before_residual else features
+    else:
+        entering = residual = torch.cat([e, features], dim=1) @ w["fc.weight"].T + w.get("fc.bias", torch.tensor(0.0))
+    x = residual + plain_attention(c, w, layer, entering, positions, entering, positions, sees)
+    x = x + plain_mlp(w, layer, _norm(x, w[f"{layer}.post_attention_layernorm.weight"], eps))
     if not third:
         return x @ lm_head.T, x
-    normed = _norm(x, w["norm.weight"], c.rms_eps)
+    normed = _norm(x, w["norm.weight"], eps)
     return normed @ lm_head.T, normed if config.norm_output else x
 
 
