@@ -141,24 +141,26 @@ def test_a_gguf_file_gives_the_same_logits(folders, tmp_path):
     assert torch.equal(*(x.argmax(1) for x in logits))
 
 
+def drafted(folder, backend="auto", format="auto"):
+    """The logits of the MTP block of a model, and the model."""
+    table, quant = ops.resolve(backend), QuantScheme.parse(format)
+    target = load_model(folder, table, quant)
+    head = load_mtp(folder, target, table, quant)
+    batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
+    states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
+    return head.run(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)[0], target
+
+
 def test_the_mtp_block_of_a_gguf_file(folders, tmp_path):
     """It has the logits of the folder in the reference, also in a file of its own; one that is cut off is refused."""
-    logits, whole = [], as_gguf(folders[0], tmp_path / "tiny.gguf")
+    whole = as_gguf(folders[0], tmp_path / "tiny.gguf")
     without = as_gguf(folders[0], tmp_path / "beside" / "cut.gguf", "nextn.")
     as_gguf(folders[0], tmp_path / "beside" / "mtp-tiny.gguf", alone=True)
-    for path, backend in ((folders[0], "reference"), (whole, "auto"), (without, "auto")):
-        target = load_model(path, ops.resolve(backend))
-        head = load_mtp(path, target, ops.resolve(backend), QuantScheme())
-        batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
-        states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
-        out = head.run(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)[0]
-        logits.append(out)
+    logits = [drafted(folders[0], "reference")[0], drafted(whole)[0], drafted(without)[0]]
     assert torch.allclose(*logits[:2], atol=1e-4 * float(logits[0].abs().max()))
     assert torch.equal(*logits[1:])
-    path = as_gguf(folders[0], tmp_path / "cut.gguf", without="nextn.eh_proj")
-    target = load_model(path, ops.resolve())
     with pytest.raises(ModelLoadError, match="missing"):
-        load_mtp(path, target, ops.resolve(), QuantScheme())
+        drafted(as_gguf(folders[0], tmp_path / "cut.gguf", without="nextn.eh_proj"))
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -234,12 +236,8 @@ def test_the_block_of_a_quantized_folder(name, raw, tmp_path):
     assert draft_choice("auto", str(tmp_path / "stored")) == SpecConfig("mtp")
     found = []
     for folder in (tmp_path / "meant", tmp_path / "stored"):
-        target = load_model(folder, ops.resolve("reference"), QuantScheme.parse("fp32"))
-        head = load_mtp(folder, target, ops.resolve("reference"), QuantScheme.parse("fp32"))
-        batch = build_batch([Rows(TEXT[:9], 0, [], [], [0], True)], 16)
-        states = torch.sin(torch.arange(9.0 * target.config.hidden_size)).view(9, -1)
-        drafted = head.run(states, batch, KVCache(head.config.layer.kv_shapes, 1, 16), captured=True)[0]
-        found.append(torch.cat([drafted, all_logits(target, TEXT[:9])]))
+        logits, target = drafted(folder, "reference", "fp32")
+        found.append(torch.cat([logits, all_logits(target, TEXT[:9])]))
     torch.testing.assert_close(*found)
 
 
