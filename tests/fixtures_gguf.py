@@ -74,16 +74,8 @@ def write_gguf(path, raw, tensors, kinds=lambda name: "F32", arch="llama", keys=
         "attention.layer_norm_rms_epsilon": raw["rms_norm_eps"],
     }
     for key, value in {**usual, **(keys or {})}.items():
-        if value is None:
-            continue
-        if isinstance(value, str):
-            writer.add_string(f"{arch}.{key}", value)
-        elif isinstance(value, list):
-            writer.add_array(f"{arch}.{key}", value)
-        elif isinstance(value, float):
-            writer.add_float32(f"{arch}.{key}", value)
-        else:
-            writer.add_uint32(f"{arch}.{key}", value)
+        if value is not None:
+            writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
         writer.add_eos_token_id(raw["eos_token_id"])

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from fixtures_models import BASE, random_tensors, write_config, write_tensors
 from torch import Tensor
+from torch.nn.functional import max_pool2d
 
 from sameseed.models.checkpoint import Checkpoint
 from sameseed.models.config import parse_config
@@ -248,18 +249,12 @@ def fp8(scales, suffix="weight_scale", dtype=torch.float8_e4m3fn):
     def write(weight, name, generator):
         height, width = weight.shape
         largest = torch.finfo(dtype).max
-        if scales == "tensor":
-            scale = weight.abs().amax().view(1) / largest
-            wide = scale.expand(height, width)
-        elif scales == "rows":
-            scale = weight.abs().amax(1, keepdim=True) / largest
+        if scales != "block":
+            most = weight.abs().amax(1, keepdim=True) if scales == "rows" else weight.abs().amax().view(1)
+            scale = most / largest
             wide = scale.expand(height, width)
         else:
-            scale = torch.empty(-(-height // 128), -(-width // 128))
-            for i in range(scale.shape[0]):
-                for j in range(scale.shape[1]):
-                    block = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
-                    scale[i, j] = block.abs().amax() / largest
+            scale = max_pool2d(weight.abs()[None], 128, ceil_mode=True)[0] / largest
             wide = scale.repeat_interleave(128, 0)[:height].repeat_interleave(128, 1)[:, :width]
         codes = (weight / wide).clamp(-largest, largest).to(dtype)
         return {f"{name}.weight": codes, f"{name}.{suffix}": scale}, codes.float() * wide
