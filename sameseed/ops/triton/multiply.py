@@ -22,19 +22,9 @@ from sameseed.ops.triton.sums import share_of
 
 @triton.jit
 def _whole(
-    acc,
-    row_scale_ptr,
-    scale_ptr,
-    t,
-    outputs_at,
-    scale_at,
-    num_rows,
-    outputs,
-    WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    LEFT: tl.constexpr,
-):
+    acc, row_scale_ptr, scale_ptr, t, outputs_at, scale_at, num_rows, outputs,
+    WEIGHT: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
     """A tile's sums times the scales of whole rows, if there are any: float32 [TILE, BLOCK_O]."""
     y = acc.to(tl.float32)
     if LEFT:
@@ -64,41 +54,13 @@ def _with_extras(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    x_ptr,
-    row_scale_ptr,
-    w_ptr,
-    low_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    depth,
-    outputs,
-    num_groups,
-    num_steps,
-    WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPAN: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_O: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    LEFT: tl.constexpr,
-    MACHINE: tl.constexpr,
-    FLOAT8: tl.constexpr,
-    WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, depth,
+    outputs, num_groups, num_steps,
+    WEIGHT: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, EVEN_K: tl.constexpr, EVEN_O: tl.constexpr,
+    BLOCK_O: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
+    LEFT: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Program (m, o, s): TILES * TILE rows, BLOCK_O outputs, share s of the steps. A group is SPAN parts of a step.
 
     WHOLE: the program computes all shares and adds them in ascending order; otherwise `combine` adds them.
@@ -158,18 +120,9 @@ def add_shares(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    outputs,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, outputs,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add the shares of a row in ascending order; then bias and residual."""
     wait(EARLY)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -179,25 +132,10 @@ def combine(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_norm(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    norm_ptr,
-    values_ptr,
-    scale_ptr,
-    num_rows,
-    outputs,
-    eps,
-    num_groups,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, values_ptr, scale_ptr, num_rows, outputs, eps, num_groups,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """`combine` for a whole row, then `rows.prepare` with norm. It reads the row again, for the bits of `prepare`."""
     wait(EARLY)
     t = tl.program_id(0).to(tl.int64)

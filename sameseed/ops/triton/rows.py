@@ -144,22 +144,10 @@ def make_ready(
 
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def prepare(
-    x_ptr,
-    index_ptr,
-    norm_ptr,
-    out_ptr,
-    scale_ptr,
-    width,
-    eps,
-    num_groups,
-    SOURCE: tl.constexpr,
-    FORM: tl.constexpr,
-    GATHER: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x_ptr, index_ptr, norm_ptr, out_ptr, scale_ptr, width, eps, num_groups,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, GATHER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Prepare one row by `SOURCE` in the `FORM` of a product. Scales: a power of two per row, or one per group."""
     wait(EARLY)
     t = tl.program_id(0).to(tl.int64)

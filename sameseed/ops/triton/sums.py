@@ -81,38 +81,13 @@ def _scaled(sums, acc, scales, row_scale_at, inside, ROWS: tl.constexpr, LEFT: t
 
 @triton.jit
 def share_of(
-    x_ptr,
-    row_scale_ptr,
-    w_ptr,
-    low_ptr,
-    scale_ptr,
-    zero_ptr,
-    first,
-    base,
-    known,
-    of_group,
-    share,
-    num_rows,
-    depth,
-    num_groups,
-    num_steps,
-    WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPAN: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_O: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    LEFT: tl.constexpr,
-    MACHINE: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    x_ptr, row_scale_ptr, w_ptr, low_ptr, scale_ptr, zero_ptr, first, base, known, of_group, share, num_rows, depth,
+    num_groups, num_steps,
+    WEIGHT: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    SPAN: tl.constexpr, EVEN_K: tl.constexpr, EVEN_O: tl.constexpr, BLOCK_O: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, LEFT: tl.constexpr, MACHINE: tl.constexpr, FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
-):
+):  # fmt: skip
     """Sums over share `share` of the steps for TILES tiles of TILE rows from row `first` on: [TILE, BLOCK_O] each."""
     GROUPS: tl.constexpr = PARTS // SPAN if GROUPED else 1  # groups per step
     SUMS: tl.constexpr = tl.int32 if ROWS == "int8" else tl.float32
