@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence as Seq
 from functools import cache, partial
 from types import ModuleType
@@ -29,7 +30,6 @@ from sameseed import devices, registry
 from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError, say_once
 from sameseed.ops import reference
-from sameseed.ops._launches import num_launches as num_launches
 from sameseed.ops._rows import (
     TILE as TILE,
     DeltaWeights as DeltaWeights,
@@ -330,6 +330,12 @@ def limit_threads(threads: int) -> None:
     """Limit the native kernels' threads for calls from the current thread; 0: no limit."""
     if (module := _native()) is not None:
         module.limit_threads(threads)
+
+
+def num_launches() -> int:
+    """Kernel launches of this process so far: parallel sections of native kernels, and Triton's kernels."""
+    guard, module = sys.modules.get("sameseed.ops.triton.guard"), _native()
+    return (0 if guard is None else int(guard.num_launches)) + (0 if module is None else int(module.num_launches()))
 
 
 def _native() -> ModuleType | None:

@@ -42,7 +42,7 @@ from sameseed.ops._replay import PlanReplay
 
 try:
     from sameseed import _native
-    from sameseed._native import available_cores, isa, num_threads
+    from sameseed._native import available_cores, isa, num_launches, num_threads
 except ImportError as error:
     _missing: str | None = (
         f"the native module is not built ({error}); run `make build`, or `pip install` the package again"

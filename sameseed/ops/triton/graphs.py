@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import MAX_NODES, Batch, Steps
-from sameseed.ops import _launches
+from sameseed.ops.triton import guard
 from sameseed.ops.triton.buffers import Buffers
 
 if TYPE_CHECKING:
@@ -50,17 +50,18 @@ def on_cuda(device: torch.device, run: Callable[[], Results]) -> tuple[Replay, R
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         pool, stream = _place(device)
-        before = torch.cuda.current_stream()
+        before, known = torch.cuda.current_stream(), guard.num_launches
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                results, count = _launches.recorded(run)
+                results = run()
         except Exception:
             torch.cuda.set_stream(before)  # a recording that failed leaves its own stream as the current one
             _place.cache_clear()
             raise
+    count, guard.num_launches = guard.num_launches - known, known  # recorded for later: they do not count yet
 
     def replay() -> None:
-        _launches.add(count)
+        guard.num_launches += count
         with torch.cuda.device(device):
             graph.replay()
 

@@ -8,7 +8,7 @@ import pytest
 from proof.mutants import toy_subject
 
 from sameseed.errors import RequestError
-from sameseed.laws import oracle, textbook, trees
+from sameseed.laws import oracle, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
 from sameseed.laws.statistics import ALPHA, chi_square_tail, g_test, marginal, target_law
 from sameseed.request import SamplingParams
@@ -53,32 +53,6 @@ def test_a_near_tie_is_told_from_a_mistake():
     assert textbook.judge(row, greedy, 0, (), (), 2, near=1e-3) == (False, False)
     few = SamplingParams(temperature=1.0, top_k=1)
     assert textbook.judge(row, few, 0, (), (), 2, near=1e-3) == (False, False)
-    assert textbook.ends(SamplingParams(max_tokens=9, stop=("b",)), (1,), (5, 6, 7), ["a", "ab", "abc"], (), 99) == 2
-    early = SamplingParams(max_tokens=9, stop=("b",), min_tokens=3)
-    assert textbook.ends(early, (1,), (5, 6, 7, 8), ["a", "ab", "abc", "abcb"], (), 99) == 4, "an older one may stand"
-
-
-def test_where_a_text_is_cut():
-    params = SamplingParams(stop=("cd", "d"))
-    assert textbook.stopped(params, ["ab", "abcd"]) == 2, "the first of several"
-    assert textbook.stopped(params, ["abc", "abcd"]) == 2, "also one that began in the token before"
-    assert textbook.stopped(params, ["abcd", "abcde"]) is None, "an older one was allowed to stand"
-    assert textbook.stopped(params, ["abc", "abcd\ufffd"]) == 2, "whole before half a character"
-    assert textbook.stopped(params, ["abcd\ufffd", "abcdé"]) is None, "an older one"
-
-
-@pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
-def test_the_textbook_reads_a_grammar_as_the_engine_does(pair_folders, name):
-    subject = toy_subject(Tokenizer.from_folder(pair_folders[0]))
-    rule, eos = oracle.ruled(subject)[name], subject.target.config.eos_token_ids
-    grammar, asked = rule.make(), [(), (next(iter(rule.pieces)),), tuple(rule.pieces)]
-    for choice in rule.choices[:100]:
-        path = [next(t for t, piece in rule.pieces.items() if piece == letter) for letter in choice]
-        asked += [tuple(path[:n]) for n in range(len(path) + 1)]
-    assert len(asked) > 100
-    for output in asked:
-        engine = np.flatnonzero(grammar.allowed(output, ()))
-        assert textbook.allowed(rule.choices, rule.pieces, eos, output) == engine.tolist(), output
 
 
 @pytest.mark.parametrize("name", ["grammar", oracle.EXPRESSION])
@@ -100,11 +74,6 @@ def test_an_expression_is_left_out_aloud(pair_folders, monkeypatch):
     result = run_check(oracle.texts, toy_subject(Tokenizer.from_folder(pair_folders[0])), Effort(1e-9))
     assert result.status == PASSED
     assert "no regular expression was tried" in result.found.notes[-1]
-
-
-def test_trees_may_be_as_large_as_they_are_asked_for():
-    drafter = trees.TreeDrafter(lambda seq: (), 50)
-    assert drafter.branches, "else the engine cuts them to the depth of the text that is left"
 
 
 LAW = {(i,): p for i, p in enumerate((0.4, 0.3, 0.2, 0.0999, 0.0001))}
