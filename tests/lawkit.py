@@ -12,7 +12,7 @@ from sameseed import ops, registry
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.overlap import Overlap
-from sameseed.laws import trial
+from sameseed.laws import subject
 from sameseed.laws.trees import TreeDrafter as TreeDrafter, knowing as knowing
 from sameseed.models.block import BlockHead
 from sameseed.models.config import parse_config
@@ -244,7 +244,7 @@ def make_engine(
     )
     drafts = tuple(models_of(spec, pair, pair.target))
     engine = assemble(Loaded(config, pair.tokenizer, -(-tokens // block), pair.target, drafts), target)
-    return engine if drafter is None else trial.draft_with(engine, drafter, k)
+    return engine if drafter is None else subject.draft_with(engine, drafter, k)
 
 
 def run(engine, prompts, params, alone=False, streamed=False):
@@ -255,7 +255,7 @@ def run(engine, prompts, params, alone=False, streamed=False):
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
         for n in range(p.n)
     ]
-    done = trial.run(engine, requests, alone)
+    done = subject.run(engine, requests, alone)
     assert_nothing_left(engine)
     return done
 
@@ -295,7 +295,7 @@ def texts(completions):
 
 def assert_nothing_left(engine):
     """Law 3: every block of target and draft is free exactly once, and no request is remembered."""
-    assert trial.leaks(engine) == []
+    assert subject.leaks(engine) == []
 
 
 def random_prompts(count, seed=0, longest=48, vocab_size=TOKENIZER_SIZE):

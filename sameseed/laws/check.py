@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError, RequestError
@@ -177,27 +179,19 @@ class Result:
         }
 
 
-class _Heard(logging.Handler):
-    """Log handler that keeps each logged error as one line."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.errors: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        cause = record.exc_info[1] if record.exc_info else None
-        self.errors.append(record.getMessage() + (f" ({type(cause).__name__}: {cause})" if cause is not None else ""))
-
-
 @contextmanager
-def _errors() -> Iterator[list[str]]:
-    """Collect what the engine logs as errors meanwhile: a failing draft costs speed and is reported nowhere else."""
-    log, heard = logging.getLogger("sameseed"), _Heard()
+def _errors_count(found: Found) -> Iterator[None]:
+    """Make the first error that the engine logs a finding: a failing draft costs speed and is reported nowhere else."""
+    log, heard = logging.getLogger("sameseed"), BufferingHandler(sys.maxsize)
+    heard.setLevel(logging.ERROR)
     log.addHandler(heard)
     try:
-        yield heard.errors
+        yield
     finally:
         log.removeHandler(heard)
+    for record in heard.buffer[:1]:
+        cause = record.exc_info[1] if record.exc_info else None
+        found.add(HIDDEN, "none", record.getMessage() + (f" ({type(cause).__name__}: {cause})" if cause else ""))
 
 
 def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
@@ -210,10 +204,8 @@ def run_check(check: Check, subject: Subject, effort: Effort) -> Result:
     for subject.turn in range(TURNS if check.full else 1):
         short = found.short(check.least, effort)
         try:
-            with _errors() as hidden:
+            with _errors_count(found):
                 found.join(check.run(subject, effort if not subject.turn else replace(effort, share=1e-9)))
-            for error in hidden[:1]:
-                found.add(HIDDEN, "none", error)
         except (ConfigError, RequestError) as error:  # this configuration does not allow the check's requests
             found.notes.append(f"the check could not run here: {error}")
             break

@@ -12,10 +12,9 @@ from torch import Tensor
 from sameseed import ops as backends
 from sameseed.batch import Rows, build_batch
 from sameseed.kvcache.cache import KVCache
-from sameseed.laws import trial
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.kernels import differing, threads_kept
-from sameseed.laws.subject import Subject, Tokens
+from sameseed.laws.subject import Subject, Tokens, shadows
 from sameseed.models.decoder import Decoder
 from sameseed.models.runner import ModelRunner
 from sameseed.request import SamplingParams, Sequence
@@ -228,7 +227,7 @@ def cache_rows(subject: Subject, effort: Effort) -> Found:
                     found.sizes["sequences"] += 1
                     found.sizes["rows"] += seq.num_cached
                     _same_rows(found, name, engine.runner, seq)
-                for level, shadow in trial.shadows(engine.drafter, seq):
+                for level, shadow in shadows(engine.drafter, seq):
                     found.sizes["draft_rows"] += shadow.num_cached
                     _same_rows(found, f"{name}, the cache of {type(level).__name__}", level.runner, shadow)
         if name == "draft":

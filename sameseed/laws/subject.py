@@ -1,18 +1,22 @@
-"""Subject: the loaded models to certify; it builds plain and speculative engines of them for the checks."""
+"""Subject: the loaded models to certify; it builds engines of them. Laws 1 and 3 as functions of what engines did."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from sameseed.config import EngineConfig, SpecConfig
+from sameseed.drafters._followers import Followers
 from sameseed.engine.build import Loaded, assemble
 from sameseed.engine.engine import Engine
-from sameseed.laws import trial
+from sameseed.errors import SameseedError
 from sameseed.laws.trees import Answers, FirstDrafts, TreeDrafter, Watched, knowing
+from sameseed.lengths.fixed import FixedLength
 from sameseed.models.decoder import Decoder
-from sameseed.request import Completion, Delta, Request, SamplingParams, SpecMetrics
+from sameseed.models.runner import ModelRunner
+from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence, SpecMetrics
 from sameseed.spec.drafter import Drafter
 
 Tokens = tuple[int, ...]
@@ -123,7 +127,7 @@ class Subject:
         )
         drafts = self.loaded.drafts if config.spec.method != "none" else ()
         engine = assemble(Loaded(config, self.loaded.tokenizer, count, self.loaded.target, drafts))
-        return engine if drafter is None else trial.draft_with(engine, drafter, nodes)
+        return engine if drafter is None else draft_with(engine, drafter, nodes)
 
     def trees(self, jobs: Seq[Request], written: Seq[Completion], seed: int = 0) -> TreeDrafter:
         """A drafter of trees that contain the known texts."""
@@ -140,11 +144,11 @@ class Subject:
         self, engine: Engine, jobs: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
     ) -> list[Completion]:
         """Run jobs to their end, together or (`alone`) one after the other; see `over`."""
-        return self.over(engine, trial.run(engine, jobs, alone, deltas))
+        return self.over(engine, run(engine, jobs, alone, deltas))
 
     def over(self, engine: Engine, done: list[Completion]) -> list[Completion]:
         """Record leaks and draft metrics of an engine that all requests have left; returns `done`."""
-        self.leaks += trial.leaks(engine)[: 3 - len(self.leaks)]
+        self.leaks += leaks(engine)[: 3 - len(self.leaks)]
         self.num_emptied += 1
         (self.scripted if isinstance(engine.drafter, TreeDrafter) else self.metrics).add(engine.metrics)
         engine.metrics = SpecMetrics()
@@ -171,3 +175,73 @@ def storeless(spec: SpecConfig) -> SpecConfig:
     return spec.with_each(
         lambda level: replace(level, options={k: v for k, v in level.options.items() if k != "store"})
     )
+
+
+def run(
+    engine: Engine, requests: Seq[Request], alone: bool = False, deltas: list[Delta] | None = None
+) -> list[Completion]:
+    """Completions of all requests, in their order, run together or (`alone`) one after the other.
+
+    `deltas` collects what is streamed. Raises SameseedError for an engine whose requests do not end.
+    """
+    done: dict[tuple[str, int], Completion] = {}
+    steps = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) * 8 + 50
+    for i, request in enumerate(requests):
+        engine.add(request)
+        while engine.has_work and (alone or i == len(requests) - 1):
+            steps -= 1
+            if steps < 0:
+                raise SameseedError("the engine does not get on: its requests do not end")
+            for delta in engine.step():
+                if deltas is not None:
+                    deltas.append(delta)
+                if delta.completion is not None:
+                    done[delta.request_id, delta.index] = delta.completion
+    return [done[r.request_id, r.index] for r in requests]
+
+
+def outcome(completion: Completion) -> tuple[object, ...]:
+    """What law 1 fixes: tokens, text, finish reason, seed, and the bits of log-probabilities."""
+    c = completion
+    return c.token_ids, c.text, c.finish_reason, c.seed, c.logprobs
+
+
+def leaks(engine: Engine) -> list[str]:
+    """Law 3, nothing leaks: what an idle engine holds of requests, in its cache, its drafts' caches and its lists."""
+    found, runners = [], [("target", engine.runner)]
+    levels: list[Any] = [engine.drafter]
+    while levels:
+        level = levels.pop()
+        below = getattr(level, "below", ())
+        levels += [below] if isinstance(below, Drafter) else below
+        name = type(level).__name__
+        if isinstance(getattr(level, "runner", None), ModelRunner):
+            runners.append((name, level.runner))
+        kept = (len(getattr(level, part, ())) for part in ("followers", "_own"))
+        found += [f"{name} remembers {n} sequences" for n in kept if n]
+    lists = {"live": engine._live, "running": engine.scheduler.running, "waiting": engine.scheduler.waiting}
+    found += [f"{len(part)} requests are {name}" for name, part in lists.items() if part]
+    for name, runner in runners:
+        blocks, free = runner.blocks, sorted(runner.blocks.free_blocks)
+        if free != list(range(blocks.num_blocks)):
+            found.append(f"{blocks.num_blocks - len(set(free))} of {blocks.num_blocks} blocks of {name} stayed taken")
+        if blocks.num_free_slots != blocks.num_slots:
+            found.append(f"{blocks.num_slots - blocks.num_free_slots} recurrent states of {name} stayed taken")
+    return found
+
+
+def shadows(drafter: Any, seq: Sequence) -> list[tuple[Any, Sequence]]:
+    """Draft levels with a cache of their own that follow `seq`, each with its sequence in that cache."""
+    followers, levels = getattr(drafter, "followers", None), getattr(drafter, "below", ())
+    mine: list[tuple[Any, Sequence]] = []
+    if isinstance(followers, Followers):  # a head reads rows of the target: it has no sequence of its own
+        mine = [(drafter, followers[seq])] if seq.seq_id in followers._shadows else []
+        seq = mine[0][1] if mine else seq  # lower levels follow the shadow
+    every = [levels] if isinstance(levels, Drafter) else levels
+    return mine + [found for level in every for found in shadows(level, seq)]
+
+
+def draft_with(engine: Engine, drafter: Drafter, num_draft_tokens: int) -> Engine:
+    """The engine with another drafter, which drafts `num_draft_tokens` tokens every round where there is room."""
+    engine.drafter, engine.policy = drafter, FixedLength(num_draft_tokens)
+    return engine

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from sameseed.engine.engine import Engine
 from sameseed.laws.check import Effort, Found, check
-from sameseed.laws.subject import Subject
-from sameseed.laws.trial import differing, outcome
+from sameseed.laws.subject import Subject, outcome
 from sameseed.request import Completion, Request, SamplingParams
 
 SHOWN = 12  # tokens on either side of the first difference that a report quotes
@@ -22,8 +21,9 @@ def compare(
     subject: Subject, found: Found, where: str, jobs: Seq[Request], plain: Seq[Completion], got: Seq[Completion]
 ) -> None:
     """Count completions that differ, and report where each first differs, with both continuations from there."""
-    for i in differing(plain, got):
-        job, a, b = jobs[i], plain[i], got[i]
+    for i, (job, a, b) in enumerate(zip(jobs, plain, got, strict=True)):
+        if outcome(a) == outcome(b):  # law 1
+            continue
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
         at = next((n for n, (x, y) in pairs if x != y), min(len(a.token_ids), len(b.token_ids)))
         if a.token_ids != b.token_ids:

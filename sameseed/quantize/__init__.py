@@ -68,15 +68,13 @@ class Quantizer:
     """A quantization method. `prepare` may rewrite a layer without changing what it computes; `quantize` chooses codes.
 
     `needs`: contains "hessian" if the method requires calibration. `rounds`: whether the method has a `quantize` of its
-    own. `first`: whether the method must come before all others. `turns`: whether it mixes the dimensions of the
-    residual stream.
+    own. `rotates`: whether it rotates the residual stream of the whole model. Such a method comes before all others,
+    and embedding and LM head become separate matrices.
     """
 
     needs: frozenset[str] = frozenset()
     rounds = False
-    first = False
-    turns = False
-    unties = False  # whether embedding and LM head become separate matrices
+    rotates = False
 
     @dataclass(frozen=True)
     class Options:
@@ -116,7 +114,7 @@ class Pipeline:
         self.methods = methods
         self.text = text
         self.needs = frozenset[str]().union(*(m.needs for m in methods))
-        self.unties = any(m.unties for m in methods)
+        self.rotates = any(m.rotates for m in methods)
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
         """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: no calibration). Raises ConfigError."""
@@ -159,7 +157,7 @@ def parse_method(text: str, options: Mapping[str, object] | None = None, seed: i
     names = [n.strip().lower() for n in text.split("+")]
     classes: list[type[Quantizer]] = [registry.load("quantize", n).METHOD for n in names]
     for i, (name, cls) in enumerate(zip(names, classes, strict=True)):
-        if cls.first and i:
+        if cls.rotates and i:
             raise ConfigError(f"method {text!r}: {name} undoes what stands before it; write {name} first")
         if name in names[:i]:
             raise ConfigError(f"method {text!r} names {name} twice; leave one out")

@@ -83,10 +83,7 @@ def check_budget(shapes: Mapping[str, tuple[int, int]], plan: QuantScheme, candi
                 check_stored(m, shapes[m], scheme)
             sizes.append(sum(math.prod(shapes[m]) * scheme.bits_per_weight(shapes[m][1]) for m in modules))
         least += min(sizes)
-    _check_least(least / sum(map(math.prod, shapes.values())), budget)
-
-
-def _check_least(least: float, budget: float) -> None:
+    least /= sum(map(math.prod, shapes.values()))
     if budget < least:
         raise ConfigError(
             f"a budget of {budget:g} bits a weight is below the smallest candidates' {least:.3f} (modules that rules "
@@ -158,19 +155,17 @@ def divergence(walk: Walk, ends: tuple[Tensor, Linear], before: Tensor, after: T
 
 
 def assign(sensitivities: Seq[Sensitivity], budget: float) -> Assignment:
-    """The assignment of least predicted loss within `budget` bits per weight: a multiple-choice knapsack.
+    """The assignment of least predicted loss within `budget` bits per weight, which has passed `check_budget`.
 
-    Bits beyond a unit's smallest choice are counted in steps of 1/20000 of the spare budget, rounded up. Raises
-    ConfigError where even the smallest candidates exceed the budget.
+    A multiple-choice knapsack: bits beyond a unit's smallest choice are counted in steps of 1/20000 of the spare
+    budget, rounded up.
     """
     units: dict[str, list[Sensitivity]] = {}
     for s in sensitivities:
         units.setdefault(s.unit, []).append(s)
     weights = sum(choices[0].num_weights for choices in units.values())
     smallest = {unit: min(s.bits * s.num_weights for s in choices) for unit, choices in units.items()}
-    least = sum(smallest.values()) / weights
-    _check_least(least, budget)
-    spare = (budget - least) * weights
+    spare = budget * weights - sum(smallest.values())
 
     def cost(s: Sensitivity) -> int:
         more = s.bits * s.num_weights - smallest[s.unit]

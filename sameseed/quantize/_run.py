@@ -96,8 +96,8 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
     check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # fail now, not at the end
     config = llama_only(read_config(folder), "quantize")
     record = folder / "twin.json"
-    turns = any(m.turns for m in pipeline.methods)  # in a twin, a constant dimension keeps padding tokens unlikely
-    if turns and record.exists() and read_json(record).get("constant") is not None:
+    # In a twin, a constant dimension keeps padding tokens unlikely.
+    if pipeline.rotates and record.exists() and read_json(record).get("constant") is not None:
         raise ConfigError(
             f"{plan.model} is a twin with padding tokens, which method {pipeline.text!r} would let win; take another "
             "method, or a twin of a shape with the source's own vocabulary"
@@ -165,13 +165,14 @@ class _Run:
         rules = QuantScheme(rules=self.scheme.rules)
         # transformers has no quantized embedding: a quantized head is a separate matrix beside a dense embedding.
         head_apart = not is_dense(rules.at(HEAD)) and rules.at(HEAD) != rules.at(EMBEDDING)
-        self.tied = self.config.tied_embeddings and not (self.pipeline.unties or head_apart)
+        self.tied = self.config.tied_embeddings and not (self.pipeline.rotates or head_apart)
         self.ends = (EMBEDDING,) if self.tied else (EMBEDDING, HEAD)
         shapes = {n.removesuffix(".weight"): (s[0], s[1]) for n, s in expected_shapes(self.config).items() if s[1:]}
         self.layers = {name: shape for name, shape in shapes.items() if name not in (EMBEDDING, HEAD)}
         self._check_source(shapes)
         self.work = WorkFolder.open(self.plan.out, self._manifest(), self.plan.resume, self.plan.overwrite)
         self.sensitivities: list[bits.Sensitivity] = []
+        self.predicted_loss: float | None = None
 
     def _check_source(self, matrices: Mapping[str, tuple[int, int]]) -> None:
         """Raise ConfigError, before anything is computed, for a matrix that does not fit its scheme."""
@@ -261,8 +262,7 @@ class _Run:
             rows = held_out if len(held_out) else self.calibration.rows[:HELD_OUT]
             hidden = self._hidden(rows, "held-out")
             self._embed(rows, self._end_matrix(EMBEDDING, None, dense=True), hidden)
-            first = [m for m in self.pipeline.methods if m.first]  # methods that change the whole model
-            walk = self._walk(Pipeline(first, ""), QuantScheme(), hidden)
+            walk = self._walk(Pipeline([m for m in self.pipeline.methods if m.rotates], ""), QuantScheme(), hidden)
             norm = self._last_norm()
             head = Linear(self._dense(HEAD, QuantScheme()).to(self.device).float())
             self.sensitivities = bits.measure(
@@ -273,6 +273,7 @@ class _Run:
             )
             self.work.write_json("sensitivity.json", [asdict(s) for s in self.sensitivities])
         chosen = bits.assign(self.sensitivities, self.plan.budget)
+        self.predicted_loss = chosen.predicted_loss
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
 
     def _known_sensitivities(self) -> list[bits.Sensitivity]:
@@ -356,7 +357,7 @@ class _Run:
         """
         scheme = QuantScheme() if dense else self._end_scheme(name)
         tensor = self._tensor(name)
-        own = None if dense or self.pipeline.unties or not self.ends_keep else self.source.scheme(tensor)
+        own = None if dense or self.pipeline.rotates or not self.ends_keep else self.source.scheme(tensor)
         kept = own is not None and scheme.weights == "auto"
         scheme = own if own is not None and kept else scheme
         if is_dense(scheme):
@@ -425,9 +426,7 @@ class _Run:
             "bits_per_weight": sum(e.bits * e.num_weights for e in errors) / weights,
             "modules": [asdict(e) for e in errors],
             "sensitivity": [asdict(s) for s in self.sensitivities] or None,
-            "predicted_loss": None,
+            "predicted_loss": self.predicted_loss,
         }
-        if self.plan.budget is not None:
-            found["predicted_loss"] = bits.assign(self.sensitivities, self.plan.budget).predicted_loss
         found["recommendation"] = [asdict(a) for a in bits.recommend(found)]
         return found

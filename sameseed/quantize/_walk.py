@@ -60,24 +60,24 @@ def module_error(module: str, scheme: QuantScheme, before: Tensor, after: Tensor
     return ModuleError(module, str(scheme), bits, before.numel(), relative, float(lost.mean()))
 
 
+@dataclass
 class Walk:
-    """One pass through the layers of `source`. `hidden` [B, S, C]: input of the next layer (None: no calibration)."""
+    """One pass through the layers of `source`. `hidden` [B, S, C]: input of the next layer (None: no calibration).
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: TensorSource,
-        pipeline: Pipeline,
-        scheme: QuantScheme,
-        hidden: Tensor | None,
-        device: torch.device = CPU,
-    ) -> None:
-        """`device`: where layers are computed and rounded."""
-        self.config, self.source, self.pipeline, self.scheme, self.hidden = config, source, pipeline, scheme, hidden
-        self.device = device
-        self.decoder = DecoderLayers(config, 1 if hidden is None else hidden.shape[1], device)
+    `device`: where layers are computed and rounded.
+    """
+
+    config: ModelConfig
+    source: TensorSource
+    pipeline: Pipeline
+    scheme: QuantScheme
+    hidden: Tensor | None
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        self.decoder = DecoderLayers(self.config, 1 if self.hidden is None else self.hidden.shape[1], self.device)
         # The type that norms are stored in. Rewritten norms are rounded to it before they are used (`as_stored`).
-        self.dtype = source.dtype("model.norm.weight")
+        self.dtype = self.source.dtype("model.norm.weight")
 
     def prepared(self, index: int) -> Block:
         """Layer `index`, rewritten by the methods in turn, not yet quantized."""

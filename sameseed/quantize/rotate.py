@@ -22,9 +22,7 @@ from sameseed.quantize._decoder import DOWN, NORM_OF, STAGES, Block, O, V
 class Rotate(Quantizer):
     """Tied embeddings are untied, because the last norm is folded into the LM head but not into the embedding."""
 
-    first = True
-    turns = True
-    unties = True
+    rotates = True
 
     def prepare(self, block: Block, stats: Mapping[str, Stats], config: ModelConfig, scheme_of: SchemeOf) -> None:
         for stage, norm in NORM_OF.items():
@@ -40,7 +38,7 @@ class Rotate(Quantizer):
         o.weight = spread(o.weight.view(len(o.weight), -1, dim)).flatten(1)
         for name in (O, DOWN):
             linear = block.linears[name]
-            linear.weight = rotate_columns(linear.weight, self.seed)
+            linear.weight = rotate_rows(linear.weight.T, self.seed).T.contiguous()
             if linear.bias is not None:
                 linear.bias = rotate_rows(linear.bias, self.seed)
 
@@ -78,11 +76,6 @@ def rotate_rows(x: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (x.shape[-1],), generator=generator).float() * 2 - 1
     return spread(x.float() * signs.to(x.device))
-
-
-def rotate_columns(weight: Tensor, seed: int) -> Tensor:
-    """Q transposed times weight [C, K]: rotates the product's outputs as `rotate_rows` rotates rows."""
-    return rotate_rows(weight.T, seed).T.contiguous()
 
 
 METHOD = Rotate

@@ -10,7 +10,7 @@ import pytest
 from lawkit import DEVICES, SAMPLED, TreeDrafter, knowing, load_pair, make_engine, random_prompts, run, texts
 
 from sameseed.config import SpecConfig
-from sameseed.laws import trial
+from sameseed.laws import subject
 from sameseed.models.loader import resolve_model
 from sameseed.request import SamplingParams
 
@@ -144,7 +144,7 @@ LEVELS = {
 
 
 def outcome(completions):
-    return [trial.outcome(c) for c in completions]
+    return [subject.outcome(c) for c in completions]
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -14,10 +14,10 @@ from sameseed.config import EngineConfig, SpecConfig
 from sameseed.drafters._eagle_context import Contexts
 from sameseed.engine.build import Loaded
 from sameseed.errors import ConfigError, RequestError
-from sameseed.laws import acceptance, trial
+from sameseed.laws import acceptance
 from sameseed.laws.check import FAILED, IN_PART, NOT_SHOWN, PASSED, TURNS, WARNING, Check, Effort, Found, run_check
 from sameseed.laws.checks import CHECKS, chosen
-from sameseed.laws.subject import Subject
+from sameseed.laws.subject import Subject, shadows
 from sameseed.laws.trees import FirstDrafts, Watched
 from sameseed.measure import certificate as suite
 from sameseed.measure.certificate import render, summary
@@ -158,7 +158,7 @@ def test_the_digest_is_of_every_stored_tensor(pair):
 def test_a_head_has_no_sequence_of_its_own_to_look_at():
     """A head's cache holds rows made from the target's hidden states, so only texts can show a mistake in it."""
     contexts = Contexts(cast(Any, None), 1, 1)
-    assert trial.shadows(SimpleNamespace(followers=contexts), Sequence(1, [1], SamplingParams(), 0)) == []
+    assert shadows(SimpleNamespace(followers=contexts), Sequence(1, [1], SamplingParams(), 0)) == []
 
 
 def test_a_users_store_is_left_alone(pair, tmp_path):
