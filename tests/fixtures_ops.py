@@ -22,6 +22,21 @@ def randn(*shape, seed=0):
     return made.to(torch.get_default_device())
 
 
+def unusual_rows(dim):
+    """Cache rows [18, 2, dim]: outliers, ties, ends of the range, one size or sign, all powers of two, no numbers."""
+    x, powers = randn(18, 2, dim), 2.0 ** -(torch.arange(dim) % 24)
+    x[0, 0, dim // 2] = 1e4
+    x[1], x[2] = x[1].round(), 3.25
+    x[3], x[4] = -x[3].abs(), x[4].abs() + 100
+    for i, size in enumerate(
+        (torch.finfo(torch.float32).max, 0.0, 2.0**-149, 2.0**-126, 2.0**-101, 2.0**-100, 1e-3), 5
+    ):
+        x[i] = size * x[i].sign()
+    x[12], x[13], x[14] = 448 * powers, -476 * powers, 57344 * powers
+    x[15, 0, -1], x[16, 1, 0], x[17, 0, 0] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
 @contextmanager
 def threads(count):
     """Let backends use `count` threads, afterwards one, as the test session's fixture does."""

@@ -5,28 +5,12 @@ import importlib
 import pytest
 import torch
 from fixtures_kv import KV_FORMATS, kv_oracle
-from fixtures_ops import Part, check_moves, empty_layer, flat, make_pass, randn
+from fixtures_ops import Part, check_moves, empty_layer, flat, make_pass, randn, unusual_rows
 
 from sameseed import ops
 from sameseed.kvcache.cache import KVCache
 
 kernels = importlib.import_module("sameseed.ops.triton.kv")
-
-
-def rows():
-    """Common rows, rounding ties, tiny and huge values, zeros, subnormal codes, NaN and infinity."""
-    x = randn(12, 2, 12)
-    x[1] *= 1e-3
-    x[2] = (torch.arange(24).view(2, 12) - 11) * 0.5
-    x[3] = 0.0
-    x[4] *= 2.0**-101
-    x[5] *= 1e30 if torch.finfo(torch.float32).max > 1e38 else 1
-    x[6] = torch.tensor([448.0, *(2.0**-e for e in range(1, 12))])  # down to e4m3's smallest value
-    x[7] = torch.tensor([57344.0, *(3 * 2.0**-e for e in range(7, 18))])
-    x[8, 0, 3] = torch.nan
-    x[9, 1, 5] = -torch.inf
-    x[10] = -x[6] * 1.0625  # values between two codes
-    return x
 
 
 def same(a, b):
@@ -37,8 +21,8 @@ def same(a, b):
 def test_stored_rows_are_the_format_s_codes(name):
     layer = empty_layer(name, 5, 5, 2, 12)
     before = [t.clone() for t in flat(layer)]
-    wide = torch.cat([rows(), rows().flip(0)], dim=1)  # k and v are slices of one projection
-    slots = torch.tensor([19, 0, 7, 3, 1, 24, 11, 12, 13, 14, 15, 16], dtype=torch.int32)
+    wide = torch.cat([unusual_rows(12), unusual_rows(12).flip(0)], dim=1)  # k and v are slices of one projection
+    slots = torch.tensor([19, 0, 7, 3, 1, 24, *range(8, 19), 20], dtype=torch.int32)
     kernels.store_kv(wide[:, :2], wide[:, 2:], layer, slots)
     k, v = (kv_oracle(name).encode_kv(x) for x in (wide[:, :2], wide[:, 2:]))
     others = [i for i in range(25) if i not in slots.tolist()]
@@ -62,7 +46,7 @@ def test_rows_of_all_layers_move_at_once(name):
     gpu = ops.Ops(importlib.import_module("sameseed.ops.triton"))
     cache = KVCache([(2, 12)] * 3, 4, 5, name, str(torch.get_default_device()))
     for i, layer in enumerate(cache.layers):
-        gpu.store_kv(rows() + i, rows() * (i + 1), layer, torch.arange(12, dtype=torch.int32))
+        gpu.store_kv(unusual_rows(12) + i, unusual_rows(12) * (i + 1), layer, torch.arange(18, dtype=torch.int32))
     wanted = [[t.clone() for t in flat(layer)] for layer in cache.layers]
     src, dst = torch.tensor([3, 9, 1], dtype=torch.int32), torch.tensor([2, 3, 19], dtype=torch.int32)
     for layer in wanted:
@@ -79,7 +63,7 @@ def test_rotated_and_stored_at_once_is_one_after_the_other(name, normed):
     """The fused kernel's codes, scales and queries equal those of separate ops, also for NaN; no other row changes."""
     gpu = ops.Ops(importlib.import_module("sameseed.ops.triton"))
     heads, dim, table = 3, 12, randn(40, 12, seed=8)
-    some = rows()[[0, 2, 4, 6, 8]]
+    some = unusual_rows(12)[[0, 1, 9, 13, 15]]
     qkv = torch.cat([randn(5, 3, dim, seed=2), some, some.flip(0)], dim=1).view(5, -1)  # [T, (H + 2 Hk) D]
     batch = make_pass([Part(20, 5)]).batch
     norms = (randn(dim, seed=3), randn(dim, seed=4)) if normed else None

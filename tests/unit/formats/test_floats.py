@@ -1,47 +1,16 @@
-"""Float formats: the bits of IEEE 754, all codes of fp8 and mxfp4, their scales and what rounds to them."""
+"""Float formats: all codes of fp8 and mxfp4, their scales and what rounds to them."""
 
 import math
-import struct
 
 import pytest
 import torch
 from fixtures_ops import randn
-from hypothesis import given, strategies as st
 
 from sameseed import scheme
 from sameseed.errors import ConfigError
 from sameseed.formats._fp8 import choose
 from sameseed.formats.mxfp4 import TABLE, to_e8m0
 from sameseed.scheme import DENSE, QuantArgs, QuantScheme
-
-floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-def through(name, value):
-    fmt = scheme.get(name)
-    return fmt.decode(fmt.encode(torch.tensor([[value]]))).item()
-
-
-@given(floats)
-def test_fp32_keeps_every_bit(value):
-    assert struct.pack("<f", through("fp32", value)) == struct.pack("<f", value)
-
-
-def bf16_by_hand(value):
-    """The upper half of the float32 bits, rounded to nearest, ties to even."""
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-@given(floats)
-def test_bf16_rounds_to_nearest_even(value):
-    q = scheme.get("bf16").encode(torch.tensor([[value]]))
-    assert q.parts["weight"].view(torch.int16).item() & 0xFFFF == bf16_by_hand(value)
-
-
-@given(st.floats(-65504, 65504, width=32))
-def test_fp16_is_ieee_half(value):
-    assert through("fp16", value) == struct.unpack("<e", struct.pack("<e", value))[0]
 
 
 def test_a_weight_beyond_fp16_is_refused_instead_of_becoming_infinite():
@@ -82,15 +51,6 @@ def test_all_codes(name):
     got = scheme.get(name).decode_kv(codes[:, None], torch.ones(256))[:, 0]
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got, codes.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
-
-
-@every_kind
-def test_ties_go_to_even(name):
-    _, mantissa_bits, largest, _ = KINDS[name]
-    step = 2.0**-mantissa_bits
-    row = torch.tensor([[[1 + step / 2, 1 + 3 * step / 2, -1 - step / 2, largest]]])
-    got = scheme.get(name).decode_kv(*scheme.get(name).encode_kv(row))
-    assert got[0, 0, :3].tolist() == [1.0, 1 + 2 * step, -1.0]
 
 
 @every_kind
@@ -238,9 +198,8 @@ def test_zeros_and_what_is_no_number():
 
 def test_checkpoint_layout():
     q = MXFP4.encode(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)))
-    tensors = MXFP4.checkpoint("x", q)
     codes = q.parts["codes"]
-    assert tensors["x.weight_packed"].equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first code is in the low half
-    assert tensors["x.weight_scale"].shape == (4, 2) and tensors["x.weight_scale"].dtype == torch.uint8
+    packed = MXFP4.checkpoint("x", q)["x.weight_packed"]
+    assert packed.equal(codes[:, ::2] + 16 * codes[:, 1::2])  # the first code is in the low half
     with pytest.raises(ConfigError, match="rows of 40, no multiple of 32"):
         MXFP4.checkpoint("x", MXFP4.encode(torch.ones(2, 40)))

@@ -53,17 +53,6 @@ def test_eight_codes_an_int32(values):
         assert word % 2**32 == sum(int(c) << 4 * i for i, c in enumerate(row[:8]))
 
 
-def test_int8_beside_float_activations_is_packed_too():
-    """pack-quantized: four codes per int32, the first in its lowest bits, each with 128 added."""
-    q = scheme.get("int8").encode(torch.randn(6, 10, generator=torch.Generator().manual_seed(0)))
-    tensors = scheme.get("int8").checkpoint("x", q)
-    assert set(tensors) == {"x.weight_packed", "x.weight_scale", "x.weight_shape"}
-    assert tensors["x.weight_packed"].shape == (6, 3) and tensors["x.weight_shape"].tolist() == [6, 10]
-    first = tensors["x.weight_packed"][0, 0].item() & 0xFFFFFFFF
-    assert list(first.to_bytes(4, "little")) == [c + 128 for c in q.parts["codes"][0, :4].tolist()]
-    assert scheme.get("int8").config(q)["format"] == "pack-quantized"
-
-
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])
 
 

@@ -58,7 +58,7 @@ def test_unknown_names_suggest_the_near_one(text, near):
 def test_what_a_format_has_not(text, words):
     with pytest.raises(ConfigError, match=words):
         QuantScheme.parse(text)
-    for weights, activations in (("bf16", "int8"), ("int8", "fp8"), ("auto", "fp8")):
+    for weights, activations in (("bf16", "int8"), ("int8", "fp8"), ("auto", "fp8"), ("int4", "outliers")):
         with pytest.raises(ConfigError, match=r"w8a8|fp8-a8"):
             QuantScheme(weights, activations=activations)
 
@@ -94,6 +94,8 @@ def test_activations_are_written_on_the_weight():
     assert QuantScheme.parse("w8a8").encode(torch.ones(1, 8)).activations == "int8"
     assert QuantScheme.parse("w4a16").encode(torch.ones(1, 8)).activations is None
     assert QuantScheme().encode(torch.ones(1, 8, dtype=torch.bfloat16)).format == "bf16"
+    # auto-a8 is for matrices that a checkpoint stores as integers; dense matrices beside them keep float rows.
+    assert QuantScheme.parse("auto-a8").encode(torch.ones(4, 32)).activations is None
 
 
 def row_by_hand(x):
@@ -156,12 +158,6 @@ def test_rows_of_fp8_by_example():
     assert got[1].isnan().all() and not got[2].any()
     assert round_rows(torch.zeros(0, 8)).shape == (0, 8)
     torch.testing.assert_close(round_rows(got[:1]), got[:1])
-
-
-def test_what_stays_dense_has_no_integer_activations():
-    """auto-a8 is for matrices that a checkpoint stores as integers; dense matrices beside them keep float rows."""
-    w = QuantScheme.parse("auto-a8").encode(torch.ones(4, 32))
-    assert (w.format, w.activations) == ("fp32", None)
 
 
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "eval.jsonl"

@@ -14,11 +14,11 @@ from fixtures_ops import randn, threads
 from hypothesis import given, settings, strategies as st
 
 import sameseed
-from sameseed import _native, ops
+from sameseed import _native
 from sameseed.models.config import RopeConfig
 from sameseed.models.layers import rope_table
-from sameseed.ops import _native_rows, cpu
-from sameseed.scheme import QuantScheme, QuantTensor
+from sameseed.ops import cpu
+from sameseed.scheme import QuantScheme
 
 EPS = 2.0**-24  # half a unit in the last place of 1: the error of one rounding
 
@@ -51,15 +51,6 @@ def test_exponential_errs_by_few_units():
             tails = cpu.silu_mul(ends)[0]
         assert ((got - exact).abs() / exact.abs()).max() < 6 * EPS
         assert tails[0].isnan() and tails[1:].tolist() == [float("inf"), 0.0, 0.0, ends[0, 4].item()]
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_every_code_is_read_as_torch_reads_it(name):
-    codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(_native_rows.DTYPES[name]).view(256, 256)
-    for isa in ISAS:
-        with instructions(isa):
-            got = cpu.embedding(torch.arange(256, dtype=torch.int32), QuantTensor(name, (256, 256), {"weight": codes}))
-        torch.testing.assert_close(got, codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def ask(isa):
@@ -151,16 +142,6 @@ def test_ends_of_the_range(name, symmetric, group):
     weight = torch.stack([r.float() for r in rows]).repeat(20, 2)[:, :64]
     with threads(2):
         check(weight, QuantScheme(name, group, symmetric, "int8"))
-
-
-@pytest.mark.parametrize("name", ["w4a16", "nf4", "fp8", "bf16"])
-def test_what_has_no_single_pass_is_encoded_and_packed(name):
-    quant, cpu_ops = QuantScheme.parse(name), ops.resolve("cpu")
-    weight = randn(40, 128)
-    assert cpu.encode(weight, quant) is None
-    got = cpu_ops.unpack(cpu_ops.encode(weight, quant))
-    wanted = quant.encode(weight)
-    assert all(got.parts[p].equal(wanted.parts[p]) for p in wanted.parts)
 
 
 def names(text):

@@ -6,9 +6,8 @@ from fixtures_models import backends
 from fixtures_ops import randn
 
 from sameseed import ops
-from sameseed.errors import ConfigError
 from sameseed.ops import plain_rows
-from sameseed.scheme import OUTLIER, QuantScheme, split_outliers
+from sameseed.scheme import QuantScheme
 
 K = 256
 every_backend = pytest.mark.parametrize("backend", backends())
@@ -20,13 +19,6 @@ def planted():
     x[:, 7] = 1.0
     x[::2, 7] *= 100.0
     return x
-
-
-def test_each_number_is_in_one_half():
-    x = torch.tensor([[6.0, -6.0, 6.5, -7.0, 0.0, torch.nan, torch.inf]])
-    rest, outliers = split_outliers(x)
-    assert rest[0, :5].tolist() == [OUTLIER, -OUTLIER, 0.0, 0.0, 0.0] and rest[0, 5].isnan() and rest[0, 6] == 0
-    assert outliers[0].tolist() == [0.0, 0.0, 6.5, -7.0, 0.0, 0.0, torch.inf]
 
 
 @every_backend
@@ -54,9 +46,3 @@ def test_rows_without_one_have_the_bits_of_w8a8(backend, suffix):
     wanted = chosen.product(plain_rows(x), integers, bias, residual)
     same = (got.view(torch.int32) == wanted.view(torch.int32)).all(1)
     assert same.tolist() == [False, True] * 3
-
-
-@pytest.mark.parametrize("weights", ["int4", "bf16", "fp8_e4m3"])
-def test_other_weights_have_no_such_rows(weights):
-    with pytest.raises(ConfigError, match="outliers"):
-        QuantScheme(weights, activations="outliers")

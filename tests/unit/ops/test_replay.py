@@ -66,19 +66,6 @@ def test_replay_gives_the_bits_of_direct_calls(model, format):
 
 
 @torch.inference_mode()
-def test_a_pass_without_logits_leaves_the_next_one_whole(model):
-    """The chunk of a prompt has no logits; the pass after it computes its own as usual."""
-    direct, replayed = make_cache(model), make_cache(model)
-    chunk = build_batch([Rows([1, 2, 3], 0, [], [], list(range(16)), False)], BLOCK)
-    last = build_batch([Rows([4, 5], 3, [6], [-1], list(range(16)), True)], BLOCK)
-    for batch in (last, chunk, last, chunk, chunk, last):
-        wanted, *_ = model._forward(model.ops, batch, direct, ())
-        got, *_ = model.run(batch, replayed, ())
-        assert got.shape == wanted.shape and got.equal(wanted)
-    assert build_batch([Rows([1], 0, [], [], [0], False)], BLOCK).logit_rows.numel() == 0
-
-
-@torch.inference_mode()
 def test_results_outlive_later_passes(model):
     cache = make_cache(model)
     kept = []
