@@ -308,9 +308,11 @@ def resolve(name: str = "auto", device: str = "cpu") -> Ops:
 
 
 def set_num_threads(threads: int) -> None:
-    """Set the number of threads of PyTorch and of the native kernels, which refuse what would crash PyTorch."""
-    if (module := _native()) is not None:
-        module.set_num_threads(threads)
+    """Set the number of threads of PyTorch and of the native kernels, which refuse what would crash PyTorch.
+
+    Raises ConfigError for a number below 1 or above 1024.
+    """
+    _ask_native("set_num_threads", threads)
     torch.set_num_threads(threads)
 
 
@@ -327,9 +329,19 @@ def available_cores() -> int:
 
 
 def limit_threads(threads: int) -> None:
-    """Limit the native kernels' threads for calls from the current thread; 0: no limit."""
+    """Limit the native kernels' threads for calls from this thread, which gets its own workers; 0: no limit.
+
+    Raises ConfigError for a negative limit.
+    """
+    _ask_native("limit_threads", threads)
+
+
+def _ask_native(setting: str, threads: int) -> None:
     if (module := _native()) is not None:
-        module.limit_threads(threads)
+        try:
+            getattr(module, setting)(threads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def num_launches() -> int:

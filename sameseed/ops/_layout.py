@@ -52,13 +52,13 @@ SUPER = 256  # super_columns
 NESTED = ("int8n", "int8")  # packed as nibbles: a plane of upper halves and a plane of lower halves
 BITS = KQUANTS | BLOCKS  # of llama.cpp's codes; what is above the lowest four is a plane of its own
 MAX_DEPTH = 1 << 17  # up to this depth, sums of a group's codes are exact in 32 bits
-SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Format
 _NIBBLES = frozenset({"int4", "mxfp4", "nf4", "qoq", *BLOCKS, *KQUANTS})
 _PAIRS = frozenset({"bf16", "fp8_e4m3", "fp8_e5m2"})  # packed in pairs of columns
 _TYPES = {  # of parts; all others: uint8
     "weight": (torch.bfloat16,),
-    "scales": tuple(SCALES),
-    "least": tuple(SCALES),
+    "scales": tuple(FLOATS),
+    "least": tuple(FLOATS),
     "steps": (torch.int8,),
     "minima": (torch.int8,),
 }
@@ -158,7 +158,7 @@ def native_weight(
         group=w.group,
         stride=stride,
         codes=codes,
-        scale_format=0 if scales is None else SCALES[scales.dtype],
+        scale_format=0 if scales is None else FLOATS[scales.dtype],
         zeros=zeros,
         high=w.parts.get("high") if "codes" in w.parts else None,
         **others,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.batch import Batch
 from sameseed.ops._layout import native
-from sameseed.ops._native_rows import CODES, F32, NOW, Executor, check_fit, described, floats, ints, vector
+from sameseed.ops._native_rows import DTYPES, F32, NOW, Executor, check_fit, described, floats, ints, vector
 from sameseed.ops._rows import DeltaWeights, StateLayer
 from sameseed.scheme import KVLayer
 
@@ -29,7 +29,7 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
     "bf16_a16": (8, torch.bfloat16),
     "int8_a8": (9, torch.int8),
 }
-_SCALED = frozenset(_KV) - CODES.keys() - {"bf16_a16"}
+_SCALED = frozenset(_KV) - DTYPES.keys() - {"bf16_a16"}
 KV_FORMATS = frozenset(_KV)
 _caches: dict[int, _native.Cache] = {}  # native descriptions, by id of the KVLayer while it exists
 _MAX_DIM = 512  # max_dim in csrc/kernels.h

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sameseed.ops._layout import SERVED, T, describe, native, native_weight
+from sameseed.ops._layout import FLOATS, SERVED, T, describe, native, native_weight
 from sameseed.ops._rows import ExpertWeights, RowSource, Views, outlier_product, outlier_views, plain_rows
 from sameseed.scheme import QuantTensor, round_rows
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
     from sameseed import _native
 
-CODES = {"fp32": 0, "bf16": 1, "fp16": 2}  # enum Format in csrc/kernels.h
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 F32 = torch.float32
 _weights: dict[int, _native.Weight] = {}  # native descriptions, by id of the QuantTensor while it exists
@@ -96,7 +95,7 @@ def _dense_weight(w: QuantTensor) -> _native.Weight:
         raise TypeError(f"a weight in {w.format} cannot be {weight.dtype} on {weight.device} here")
     if weight.stride(1) != 1 or tuple(weight.shape) != w.shape:
         raise ValueError(f"the rows of a weight {w.shape} must be packed, not {tuple(weight.shape)}, {weight.stride()}")
-    return native_weight(w, CODES[w.format], weight, weight.stride(0))
+    return native_weight(w, FLOATS[weight.dtype], weight, weight.stride(0))
 
 
 def embedding(token_ids: Tensor, w: QuantTensor, scale: float = 1.0, on: Executor = NOW) -> Tensor:

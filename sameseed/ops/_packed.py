@@ -16,9 +16,9 @@ from sameseed.formats._memory import roomy
 from sameseed.formats.nf4 import single
 from sameseed.ops._layout import (
     BITS,
+    FLOATS,
     MAX_DEPTH,
     NESTED,
-    SCALES,
     SUPER,
     codes_of,
     columns,
@@ -45,7 +45,7 @@ def by_block(x: Tensor) -> Tensor:
     whole, rest = divmod(x.shape[0], TILE)
     if not rest:
         return x.view(whole, TILE, x.shape[1]).transpose(1, 2).contiguous()
-    padded = roomy((whole + 1, x.shape[1], TILE), x.dtype).zero_()
+    padded = roomy((whole + 1, x.shape[1], TILE), x.dtype, x.device).zero_()
     padded[:whole] = x[: whole * TILE].view(whole, TILE, x.shape[1]).transpose(1, 2)
     padded[whole, :, :rest] = x[whole * TILE :].T
     return padded
@@ -150,7 +150,7 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     int8 without groups has float32 scales, all others have bfloat16 scales.
     """
     name, (outputs, depth) = quant.format_for(weight.dtype), weight.shape
-    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in SCALES:
+    if quant.activations != "int8" or name not in _ENCODED or weight.dtype not in FLOATS:
         return None
     if not weight.is_cpu or weight.stride(1) != 1 or 0 in weight.shape or depth > MAX_DEPTH:
         return None
@@ -162,7 +162,7 @@ def encode(weight: Tensor, quant: QuantScheme) -> QuantTensor | None:
     parts = {n: roomy(shape, scales if n == "scales" else torch.uint8) for n, shape in wanted.items()}
     q = replace(q, parts=parts)
     written = {"packed": codes_of(q)[1], **{n: parts.get(n) for n in ("scales", "zeros", "low")}}
-    given = {"weight": weight, "source": SCALES[weight.dtype], "stride": weight.stride(0)}
+    given = {"weight": weight, "source": FLOATS[weight.dtype], "stride": weight.stride(0)}
     shape = {"outputs": outputs, "depth": depth, "group": group or depth, "nibbles": columns(q) == 8}
     kinds = {"asymmetric": not quant.symmetric, "wide_scales": wide}
     _native.encode_packed(native(_native.EncodeArgs, **written, **given, **shape, **kinds))

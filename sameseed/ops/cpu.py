@@ -8,9 +8,6 @@ The ops are in `_native_rows` and `_native_cache`, recorded passes in `_replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from sameseed.errors import ConfigError
 from sameseed.ops._layout import SERVED
 from sameseed.ops._native_cache import (
     KV_FORMATS,
@@ -25,7 +22,6 @@ from sameseed.ops._native_cache import (
     take,
 )
 from sameseed.ops._native_rows import (
-    CODES,
     DTYPES,
     embedding,
     experts,
@@ -42,7 +38,7 @@ from sameseed.ops._replay import PlanReplay
 
 try:
     from sameseed import _native
-    from sameseed._native import available_cores, isa, num_launches, num_threads
+    from sameseed._native import available_cores, isa, limit_threads, num_launches, num_threads, set_num_threads
 except ImportError as error:
     _missing: str | None = (
         f"the native module is not built ({error}); run `make build`, or `pip install` the package again"
@@ -53,7 +49,7 @@ else:
 row_invariant = True
 DEVICES = frozenset({"cpu"})
 # Formats with kernels for float rows. `serves` also covers weights whose rows are quantized.
-LINEAR_FORMATS = frozenset(CODES) | {name for name, rows in SERVED if rows is None}
+LINEAR_FORMATS = frozenset(DTYPES) | {name for name, rows in SERVED if rows is None}
 replayer = PlanReplay  # `forward(ops, batch, cache, captures)` through recorded plans: the same bits, less Python
 
 
@@ -66,26 +62,6 @@ def unavailable() -> str | None:
     except ValueError as error:
         return f"{error}; mend or unset SAMESEED_ISA"
     return None
-
-
-def set_num_threads(threads: int) -> None:
-    """Set the number of threads of a call. Raises ConfigError for a number below 1 or above 1024."""
-    _set(_native.set_num_threads, threads)
-
-
-def limit_threads(threads: int) -> None:
-    """Limit the threads of calls from this thread, which then gets its own workers; 0: no limit.
-
-    Raises ConfigError for a negative limit.
-    """
-    _set(_native.limit_threads, threads)
-
-
-def _set(call: Callable[[int], None], threads: int) -> None:
-    try:
-        call(threads)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def has_kernel(name: str, activations: str | None) -> bool:

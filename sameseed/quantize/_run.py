@@ -256,8 +256,9 @@ class _Run:
     def _spend(self) -> QuantScheme:
         """The scheme that fits the bit budget best: a rule for every linear layer of the decoder."""
         assert self.plan.budget is not None and self.calibration is not None
-        self.sensitivities = self._known_sensitivities()
-        if not self.sensitivities:
+        if self.work.has("sensitivity.json"):  # of an interrupted run
+            self.sensitivities = [fields.parse(bits.Sensitivity, s) for s in self.work.read_json("sensitivity.json")]
+        else:
             held_out = self.calibration.held_out
             rows = held_out if len(held_out) else self.calibration.rows[:HELD_OUT]
             hidden = self._hidden(rows, "held-out")
@@ -275,19 +276,6 @@ class _Run:
         chosen = bits.assign(self.sensitivities, self.plan.budget)
         self.predicted_loss = chosen.predicted_loss
         return replace(self.scheme, rules=(*self.scheme.rules, *chosen.rules))
-
-    def _known_sensitivities(self) -> list[bits.Sensitivity]:
-        """What an interrupted run has measured; nothing if it makes no sense."""
-        if not self.work.has("sensitivity.json"):
-            return []
-        try:
-            known = [fields.parse(bits.Sensitivity, row) for row in self.work.read_json("sensitivity.json")]
-            if not all(math.isfinite(s.loss) and 0 < s.bits < math.inf and s.num_weights > 0 for s in known):
-                raise ConfigError("impossible numbers")
-        except (ConfigError, TypeError) as error:
-            log.warning("%s: sensitivity.json is broken (%s); it is measured again", self.work.folder, error)
-            return []
-        return known
 
     def _walk(self, pipeline: Pipeline, scheme: QuantScheme, hidden: Tensor | None) -> Walk:
         return Walk(self.config, self.source, pipeline, scheme, hidden, self.device)

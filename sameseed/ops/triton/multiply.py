@@ -71,7 +71,7 @@ def product(
     outputs_at = tl.program_id(1) * BLOCK_O + o
     known = outputs_at < outputs
     wait(EARLY)
-    of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # packing.by_block
+    of_group = base * num_groups + ((o // 32) * (num_groups * 32) + o % 32)  # _packed.by_block
     if WHOLE and SPLIT > 1:
         t = (first + tl.arange(0, TILE)).to(tl.int64)
         total = tl.zeros((TILE, BLOCK_O), tl.float32)

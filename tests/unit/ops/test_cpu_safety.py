@@ -69,7 +69,7 @@ def test_threads_with_limits_of_their_own_run_beside_each_other():
         finally:
             cpu.limit_threads(0)
     with pytest.raises(ConfigError, match=r"0 .* or more"):
-        cpu.limit_threads(-1)
+        ops.limit_threads(-1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 100_000])

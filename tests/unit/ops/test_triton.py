@@ -175,17 +175,6 @@ def test_products_compile_for_any_number_of_rows(name, capability):
     assert all(c.asm["cubin"] and "wgmma" not in c.asm["ptx"] for c in made)
 
 
-@needs_compiler
-def test_the_smallest_shapes_compile():
-    """Triton makes sizes of 1 constants of a kernel; the kernels must compile with that."""
-    w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
-    launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
-    launches = [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
-    launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
-    launches.append(kv.turning(torch.empty(1, 1, 2), None, (torch.zeros(1, dtype=torch.int32), torch.empty(1, 2)))[0])
-    assert all(launch.compile(90).asm["cubin"] for launch in launches)
-
-
 def test_kernels_are_not_compiled_for_numbers_of_rows():
     """Triton must not specialize on a launch's free arguments: one row, or a multiple of 16, would give other code."""
     launches = product("w4a16", 3, outputs=8, depth=4096)
@@ -213,12 +202,19 @@ def test_attention_and_the_cache_compile(name, capability):
 
 
 @needs_compiler
-def test_small_ops_and_sampling_compile():
+def test_small_ops_sampling_and_the_smallest_shapes_compile():
+    """Triton makes sizes of 1 constants of a kernel; the kernels must compile with that."""
     launches = [
-        dispatch.preparation(gated_rows(torch.empty(3, 256)), "single", 1)[0],
-        dispatch.preparation(gated_rows(torch.empty(3, 256)), "int8", 64)[0],
-        kv.turning(torch.empty(3, 2, 64), None, (torch.zeros(3, dtype=torch.int32), torch.empty(9, 64)))[0],
+        dispatch.preparation(gated_rows(torch.empty(3, 256)), form, group)[0]
+        for form, group in (("single", 1), ("int8", 64))
     ]
+    launches.append(dispatch.preparation(normed_rows(torch.empty(1, 1), torch.ones(1), 1e-5), "single", 1)[0])
+    w = gpu.pack(QuantScheme.parse("w4a8").encode(torch.ones(1, 64)))
+    launch, ready = dispatch.preparation(plain_rows(torch.empty(1, 64)), "int8", w.group)
+    launches += [launch, *dispatch.multiplication(ready, w, torch.ones(1), torch.ones(1, 1), torch.empty(1, 1))]
+    for shape in ((3, 2, 64), (1, 1, 2)):
+        turn = torch.zeros(shape[0], dtype=torch.int32), torch.empty(9, shape[2])
+        launches.append(kv.turning(torch.empty(shape), None, turn)[0])
     logits = randn(2, 3000)
     draws = Draws.of([Draw(noise_key(1, i), 0.8, -9.0, False, 0, 0.9) for i in range(2)])
     launches += sampling_launches(logits, draws)[0]
