@@ -10,7 +10,7 @@ from proof.mutants import toy_subject
 from sameseed.errors import RequestError
 from sameseed.laws import oracle, textbook
 from sameseed.laws.check import PASSED, Effort, run_check
-from sameseed.laws.statistics import ALPHA, chi_square_tail, g_test, marginal, target_law
+from sameseed.laws.statistics import ALPHA, chi_square_tail, g_test, target_law
 from sameseed.request import SamplingParams
 from sameseed.spec.sampling import gumbel_noise
 from sameseed.tokenizer import Tokenizer
@@ -117,9 +117,3 @@ def test_tails():
     assert chi_square_tail(18.307038, 10) == pytest.approx(0.05, abs=1e-6)
     assert g_test(np.array([50.0, 50.0]), np.array([0.5, 0.5])) == pytest.approx(1.0)
     assert g_test(np.array([900.0, 100.0]), np.array([0.5, 0.5])) < ALPHA
-
-
-def test_marginals():
-    law = {(0, 0): 0.5, (0, 1): 0.2, (1, 0): 0.3}
-    assert marginal(law, (0,)) == {(0,): pytest.approx(0.7), (1,): pytest.approx(0.3)}
-    assert marginal(law, (1, 0)) == {(0, 0): 0.5, (1, 0): 0.2, (0, 1): 0.3}

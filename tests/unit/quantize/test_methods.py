@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 import torch
-from fixtures_formats import as_stored, read_weight, write_weight
 from fixtures_ops import randn
 from fixtures_quantize import correlated, source_of, stats_of, tokens, walk_of
 
@@ -17,7 +16,6 @@ from sameseed.quantize import decoded, parse_method
 from sameseed.quantize._budget import STEPS, Sensitivity, assign, recommend
 from sameseed.quantize._decoder import GATE, INPUT_NORM, POST_NORM, STAGES, K as K_PROJ, Q, read_block
 from sameseed.quantize._grid import CodeGrid, clip
-from sameseed.quantize.rotate import rotate_rows, spread
 from sameseed.scheme import QuantScheme
 
 pytestmark = pytest.mark.bits
@@ -63,20 +61,6 @@ def test_blocks_do_not_matter(scheme):
         found = gptq(weight, scheme, stats, block=block)
         assert (found == whole).float().mean() > 0.97  # sums in another order
         assert stats.error(weight, found).sum() == pytest.approx(float(stats.error(weight, whole).sum()), rel=0.05)
-
-
-@pytest.mark.parametrize("scheme", ["fp8-b128", "nf4-dq"])
-def test_rows_that_share_something_are_kept_together(scheme, tmp_path):
-    # Inputs are nearly uncorrelated: about half the rows gain nothing.
-    weight, stats = randn(256, 2 * K, seed=3), stats_of(randn(4000, 2 * K, seed=9))
-    chosen = QuantScheme.parse(scheme)
-    q, plain = parse_method("gptq", {}).quantize(weight, chosen, stats), chosen.encode(weight)
-    write_weight(tmp_path, *as_stored(q, chosen))
-    read = read_weight(tmp_path, q.shape)
-    assert decoded(read).equal(decoded(q))
-    found, rounded = (stats.error(weight, decoded(x)) for x in (q, plain))
-    size = chosen.rows_together or len(weight)
-    assert all(f.sum() <= r.sum() for f, r in zip(found.split(size), rounded.split(size), strict=True))
 
 
 def test_act_order_helps_where_few_channels_are_large():
@@ -208,20 +192,3 @@ def test_advice_by_errors_names_what_stands_out():
     (advice,) = recommend({"modules": modules, "sensitivity": None})
     assert advice.modules == ("bad",) and advice.of_weights == pytest.approx(0.1)
     assert recommend({"modules": modules[:-1], "sensitivity": None}) == []
-
-
-@pytest.mark.parametrize("size", [1, 2, 12, 20, 48, 96, 128, 3 * 64, 7 * 32])
-def test_rotations_are_orthogonal_and_spread(size):
-    matrix = spread(torch.eye(size))
-    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-5)
-    assert matrix.abs().max() <= math.sqrt(2 / size) + 1e-6, "no entry stands out"
-    if size & (size - 1) == 0:
-        assert torch.allclose(matrix.abs(), torch.full_like(matrix, size**-0.5)), "Hadamard"
-
-
-def test_rows_and_columns_turn_alike():
-    x, weight = randn(5, 48), randn(48, 16, seed=1)
-    assert torch.allclose(rotate_rows(x, 3) @ rotate_rows(weight.T, 3).T, x @ weight, atol=1e-4)
-    spike = torch.zeros(1, 96)
-    spike[0, 7] = 100.0
-    assert rotate_rows(spike, 3).abs().max() < 15
