@@ -24,13 +24,13 @@ collect_ignore_glob = [] if asked_for else ["test_*.py"]
 @pytest.fixture
 def small_programs(request, monkeypatch):
     """The interpreter also computes padding, so programs are made as wide as the smallest weights here."""
-    from sameseed.ops.triton import tiling, wide
+    from sameseed.ops.triton import tiling
 
     if INTERPRETED and "as_it_is" not in request.node.name:
         monkeypatch.setattr(tiling, "OUTPUTS", {})
         monkeypatch.setattr(tiling, "WARPS", {})
         monkeypatch.setattr(tiling, "FEWEST", 32)
-        monkeypatch.setattr(wide, "OUTPUTS", 32)
+        monkeypatch.setattr(tiling, "WHOLE_OUTPUTS", 32)
     tiling.cut.cache_clear()  # it caches the cuts of other shapes
     yield
     tiling.cut.cache_clear()

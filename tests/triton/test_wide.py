@@ -8,7 +8,7 @@ from fixtures_ops import randn
 
 from sameseed import ops
 from sameseed.ops import plain_rows
-from sameseed.ops.triton import dispatch as host, guard, tiling as cuts, wide
+from sameseed.ops.triton import dispatch as host, guard, tiling as cuts
 from sameseed.scheme import QuantScheme
 
 FORMATS = ["bf16", "fp16", "w8a16", "w8a8", "w4a16-g32-asym", "w4a8-g32", "fp8", "fp8-a8", "mxfp4", "w8a8n-g32"]
@@ -22,7 +22,7 @@ def packed(name, O, K):  # noqa: E741
 
 
 def chosen(w, num_rows, capability=(9, 0)):
-    return wide.way(cuts.tiling(w), host.form_for(w), w.group != w.shape[1], num_rows, capability)
+    return cuts.way_for(cuts.tiling(w), host.form_for(w), w.group != w.shape[1], num_rows, capability)
 
 
 @pytest.mark.parametrize(("name", "split"), [*((name, 2) for name in FORMATS), ("bf16", 1), ("w4a16-g32-asym", 1)])
@@ -39,7 +39,7 @@ def test_larger_tiles_have_the_bits_of_small_ones(name, split, monkeypatch):
         assert (way is None) == (rows < many and host.form_for(w) == "int8")
         got = backend.product(plain_rows(x[:rows]), w, bias, residual[:rows])
         with monkeypatch.context() as without:
-            without.setattr(wide, "way", lambda *_: None)
+            without.setattr(host, "way_for", lambda *_: None)
             small = backend.product(plain_rows(x[:rows]), w, bias, residual[:rows])
         assert got.view(torch.int32).equal(small.view(torch.int32))
 
@@ -59,8 +59,8 @@ def test_zeros_keep_their_signs(monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """Make the kernels be compared, as on a GPU."""
-    monkeypatch.setattr(wide, "interpreted", lambda: False)
-    monkeypatch.setattr(wide, "_proven", {})
+    monkeypatch.setattr(cuts, "interpreted", lambda: False)
+    monkeypatch.setattr(cuts, "_proven", {})
 
 
 def test_a_device_must_show_equal_bits_first(asked, caplog):
@@ -75,9 +75,9 @@ def test_a_device_must_show_equal_bits_first(asked, caplog):
         calls.append(1)
         return one
 
-    assert wide.same_bits("equal", there, slower, one.clone) and wide.same_bits("equal", there, slower, fails)
+    assert cuts.same_bits("equal", there, slower, one.clone) and cuts.same_bits("equal", there, slower, fails)
     assert len(calls) == 1 and not caplog.records
-    assert not wide.same_bits("other", there, slower, lambda: one + 2.0**-23)
-    assert not wide.same_bits("signs", there, lambda: 0 * one, lambda: -0.0 * one)
-    assert not wide.same_bits("broken", there, slower, fails)
+    assert not cuts.same_bits("other", there, slower, lambda: one + 2.0**-23)
+    assert not cuts.same_bits("signs", there, lambda: 0 * one, lambda: -0.0 * one)
+    assert not cuts.same_bits("broken", there, slower, fails)
     assert ["other bits" in r.getMessage() for r in caplog.records] == [True, True, False]

@@ -10,7 +10,7 @@ from torch import Tensor
 from sameseed.errors import say_once
 from sameseed.ops import reference
 from sameseed.ops._rows import RowSource, Then, gated_rows, normed_rows, plain_rows
-from sameseed.ops.triton import multiply, packing, wide
+from sameseed.ops.triton import multiply, packing
 from sameseed.ops.triton.guard import Launch, guarded, interpreted
 from sameseed.ops.triton.prepared import (
     MOST_AT_ONCE,
@@ -23,8 +23,7 @@ from sameseed.ops.triton.prepared import (
     form_for,
     preparation,
 )
-from sameseed.ops.triton.tiling import MAX_TILES, TILE, stages, tiles, tiling, warps
-from sameseed.ops.triton.wide import Way
+from sameseed.ops.triton.tiling import FEW, TILE, Way, same_bits, spread, stages, tiles, tiling, warps, way_for
 from sameseed.scheme import QuantTensor
 
 ROWS_AT_ONCE = 256  # rows per launch of a split product, to bound the memory of its shares
@@ -113,7 +112,7 @@ def _cut(ready: Ready, w: QuantTensor, device: torch.device, tile: Way) -> dict[
 def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Way | None:
     """The larger tiles for `num_rows` rows, if they were tested to have the bits of tiles of 16 rows on this device."""
     how = tiling(w)
-    found = wide.way(how, form, w.group != w.shape[1], num_rows, capability(device))
+    found = way_for(how, form, w.group != w.shape[1], num_rows, capability(device))
     if found is None:
         return None
     known: dict[Any, Way | None] = w.__dict__.setdefault("_shown", {})  # cached, because every launch needs it
@@ -121,14 +120,14 @@ def larger(form: str, w: QuantTensor, num_rows: int, device: torch.device) -> Wa
         return known[found, device]
 
     def compute(way: Way | None) -> Tensor:
-        launch, ready = preparation(plain_rows(wide.spread(found.tile, w.shape[1], device)), form, w.group)
+        launch, ready = preparation(plain_rows(spread(found.tile, w.shape[1], device)), form, w.group)
         out = torch.empty(found.tile, w.shape[0], device=device)
         for each in (launch, *multiplication(ready, w, None, None, out, way)):
             each.run()
         return out
 
     key = (found, how, form, w.format, w.activations, w.group, w.shape, *sorted(w.parts))
-    same = wide.same_bits(key, device, lambda: compute(None), lambda: compute(found))
+    same = same_bits(key, device, lambda: compute(None), lambda: compute(found))
     if same is not None:
         known[found, device] = found if same else None
     return found if same else None
@@ -160,7 +159,7 @@ def _run(rows: RowSource, w: QuantTensor, bias: Tensor | None, residual: Tensor 
     way = larger(ready.form, w, num_rows, out.device)
     # One launch takes all rows, or fewer rows if shares are stored in memory, to bound that memory.
     split = tiling(w).split > 1 and not (way is not None and way.whole)
-    step = max(ROWS_AT_ONCE, MAX_TILES * TILE) if split else num_rows
+    step = max(ROWS_AT_ONCE, FEW) if split else num_rows
     for start in range(0, out.shape[0], step):
         part = slice(start, start + step)
         scales = None if ready.scales is None else ready.scales[part]

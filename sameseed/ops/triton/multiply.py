@@ -3,7 +3,7 @@
 Why products are row-invariant: a program multiplies tiles of 16 rows, padded if necessary. Each tile has its own chain
 of `tl.dot` calls of one shape, over the steps of K in one order. The steps are cut into `SPLIT` shares, which are added
 in ascending order. Only the number of tiles per program (1, 2 or 4, which share the decoded weights) depends on the
-number of rows, and tiles do not affect each other. Larger tiles (`wide.py`) are used only on devices where they were
+number of rows, and tiles do not affect each other. Larger tiles (`tiling.py`) are used only on devices where they were
 tested to give the same bits.
 
 A step takes `WIDTH` words of each output. A word has `PARTS` codes: part p of word i is column
