@@ -118,19 +118,6 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     native(_native.move_kv, _cache(layer), src, dst, src.shape[0])
 
 
-def _batch(batch: Batch, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Positions, row offsets, lengths, block tables and tree mask of a batch in the types that the kernels read."""
-    at = batch.positions if batch.key_positions is None else batch.key_positions
-    positions, offsets, kv_lens = ints(at), ints(batch.row_offsets), ints(batch.kv_lens)
-    tables, mask = ints(batch.block_tables), batch.tree_mask
-    num_seqs = tables.shape[0]
-    if positions.shape[0] != rows or offsets.shape[0] != num_seqs + 1 or kv_lens.shape[0] != num_seqs:
-        raise ValueError(f"q has {rows} rows; the batch {positions.shape[0]} rows, {num_seqs} block tables")
-    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
-        raise ValueError("tree_mask must be contiguous int64 [T]")
-    return positions, offsets, kv_lens, tables, mask
-
-
 def attention_rounding(name: str) -> float:
     """Error from rounding softmax weights, relative to the largest value; see `Ops.kv_rounding`.
 
@@ -159,8 +146,14 @@ def attention(
     if depth != dim or heads % kv_heads or dim > _MAX_DIM:
         shapes = f"q {tuple(q.shape)} does not fit a cache {tuple(layer.k.shape)}"
         raise ValueError(f"{shapes} (head dim at most {_MAX_DIM})")
-    positions, offsets, kv_lens, tables, mask = _batch(batch, rows)
-    shape = {"count": tables.shape[0], "table_stride": tables.shape[1], "rows": rows}
+    positions = ints(batch.positions if batch.key_positions is None else batch.key_positions)
+    offsets, kv_lens, tables = map(ints, (batch.row_offsets, batch.kv_lens, batch.block_tables))
+    mask, (num_seqs, table_stride) = batch.tree_mask, tables.shape
+    if (len(positions), len(offsets), len(kv_lens)) != (rows, num_seqs + 1, num_seqs):
+        raise ValueError(f"q has {rows} rows; the batch {len(positions)} rows, {num_seqs} block tables")
+    if mask is not None and (mask.dtype is not torch.int64 or mask.shape[0] != rows or not mask.is_contiguous()):
+        raise ValueError("tree_mask must be contiguous int64 [T]")
+    shape = {"count": num_seqs, "table_stride": table_stride, "rows": rows}
     sequences = native(_native.Sequences, row_offsets=offsets, kv_lens=kv_lens, block_tables=tables, **shape)
     out, sinks = on.empty(rows, heads, dim), vector("sinks", sinks, heads)
     where = {"cache": _cache(layer), "block_size": block_size, "positions": positions, "sequences": sequences}

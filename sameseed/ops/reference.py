@@ -315,11 +315,7 @@ def conv(x: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
     draft that branches.
     """
     (taps, width), log_rows = w.shape, layer.log.shape[1]
-    rows, weights, log = (
-        x.numpy(),
-        w.numpy(),
-        layer.log.numpy(),
-    )  # small calls of NumPy take less time
+    rows, weights, log = x.numpy(), w.numpy(), layer.log.numpy()  # small calls of NumPy take less time
     gated, out = rows[:, :width] * rows[:, 2 * width :], np.empty((len(rows), width), np.float32)
     assert batch.states is not None
     offsets, positions = batch.row_offsets.tolist(), batch.positions.tolist()

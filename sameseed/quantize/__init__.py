@@ -117,19 +117,11 @@ class Pipeline:
         self.rotates = any(m.rotates for m in methods)
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: no calibration). Raises ConfigError."""
+        """Store weight [O, K] in `scheme`; `stats`: of its inputs (None: the methods need none)."""
         rounding = next((m for m in reversed(self.methods) if m.rounds), None)
         if rounding is None or is_dense(scheme):
             return scheme.encode(weight)
-        self.check_calibrated(stats is not None)
         return rounding.quantize(weight, scheme, stats)
-
-    def check_calibrated(self, calibrated: bool) -> None:
-        """Raise ConfigError where a method learns from calibration text, and there is none."""
-        if self.needs and not calibrated:
-            raise ConfigError(
-                f"method {self.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
-            )
 
     def embedding(self, rows: Tensor) -> Tensor:
         for method in self.methods:

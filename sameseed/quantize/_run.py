@@ -134,7 +134,10 @@ def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
         raise ConfigError("scheme 'auto' changes nothing; name one, e.g. --scheme w4a16")
     if plan.out.exists() and not plan.overwrite:
         raise ConfigError(f"{plan.out} exists; choose another -o, or replace it with --overwrite")
-    pipeline.check_calibrated(plan.calibration is not None)
+    if pipeline.needs and plan.calibration is None:
+        raise ConfigError(
+            f"method {pipeline.text!r} learns from text; give --calibration FILE (.jsonl or .txt), or take --method rtn"
+        )
     if plan.budget is not None:
         candidates = [QuantScheme.parse(c) for c in plan.candidates]
         if all(is_dense(c) for c in candidates):

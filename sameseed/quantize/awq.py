@@ -88,7 +88,7 @@ class Awq(Quantizer):
         return found
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        assert stats is not None  # `Pipeline.quantize` checks it
+        assert stats is not None  # a run without calibration text is refused before
         return scheme.encode(clip(weight, scheme.encode, stats.hessian) if self.options.clip else weight)
 
 

@@ -36,7 +36,7 @@ class Gptq(Quantizer):
         clip: bool = True
 
     def quantize(self, weight: Tensor, scheme: QuantScheme, stats: Stats | None) -> QuantTensor:
-        assert stats is not None  # `Pipeline.quantize` checks it
+        assert stats is not None  # a run without calibration text is refused before
         weight = weight.float()
         plain = scheme.encode(weight)
         better = self._rounded(weight, scheme, stats)

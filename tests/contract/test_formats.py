@@ -325,6 +325,7 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
     assert not chosen.product(plain_rows(x), floats).equal(wanted)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("backend", backends())
 def test_rows_made_on_the_way_have_the_bits_of_separate_ops(name, backend):

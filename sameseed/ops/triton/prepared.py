@@ -85,22 +85,17 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def unwritten(x: Tensor, num_rows: int, width: int, form: str, group: int) -> Ready:
-    """Allocate prepared rows [num_rows, width] on the device of x."""
-    scales = None
-    if form == "half":
-        scales = x.new_empty(num_rows)
-    elif form in ("int8", "fp8"):
-        scales = x.new_empty(num_rows, width // group)
-    return Ready(form, torch.empty(num_rows, width, dtype=_FORMS[form], device=x.device), scales)
-
-
 def preparation(rows: RowSource, form: str, group: int) -> tuple[Launch, Ready]:
     """The launch that prepares rows [T, C] (gated: [T, 2 C]) in a form, and its output."""
     (x, source, norm, eps, index), width = rows, rows.width
     num_rows = x.shape[0] if index is None else index.shape[0]
     block = max(16, 1 << (width - 1).bit_length())
-    groups, ready = width // group, unwritten(x, num_rows, width, form, group)
+    groups, scales = width // group, None
+    if form == "half":
+        scales = x.new_empty(num_rows)
+    elif form in ("int8", "fp8"):
+        scales = x.new_empty(num_rows, groups)
+    ready = Ready(form, torch.empty(num_rows, width, dtype=_FORMS[form], device=x.device), scales)
     arguments = {
         "x_ptr": x,
         "index_ptr": index,

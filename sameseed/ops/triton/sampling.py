@@ -101,11 +101,9 @@ def _noisy(
 
 
 def choose(logits: Tensor, draws: Draws, token_ids: Tensor | None = None) -> Tensor | None:
-    """The token chosen from each row of logits float32 [R, V], as in spec.sampling.numpy_choice: int32 [R].
+    """The token chosen from each row of logits float32 [R, V], as `Ops.choose`; nothing is copied to the host.
 
-    With `draws.sure` the result is int32 [2, R]; the second row has the bits of float32 confidences. FAILED if a row's
-    largest logit is not finite. `token_ids` int64 [V], ascending: the tokens that the columns stand for. Nothing is
-    copied to the host. Returns None if the kernels do not compile.
+    `token_ids` ascend. Returns None if the kernels do not compile.
     """
     return guarded("choose", lambda: _chosen(logits.contiguous(), draws, token_ids), lambda: None)
 

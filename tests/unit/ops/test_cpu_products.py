@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from sameseed import scheme
 from sameseed.formats import int8n
-from sameseed.ops import cpu, gated_rows, normed_rows, plain_rows, reference, resolve
+from sameseed.ops import cpu, plain_rows, reference, resolve
 from sameseed.scheme import BLOCKS, KQUANTS, QuantScheme, QuantTensor
 
 EPS = 2.0**-24
@@ -286,18 +286,6 @@ def test_every_float8_is_read_as_torch_reads_it(name, T):
         with instructions(isa):
             assert same(cpu.product(plain_rows(torch.ones(T, 1)), w), (exact.T * 0.5).expand(T, 256))
             assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
-
-
-@every_kind
-def test_sources_are_the_separate_ops(kind):
-    w = packed(weight(kind, 50, 256))
-    x, norm, rows = randn(15, 512), randn(256, seed=3), torch.tensor([4, 0, 14, 4], dtype=torch.int32)
-    for isa in ISAS:
-        with instructions(isa):
-            assert cpu.product(gated_rows(x), w).equal(cpu.product(plain_rows(cpu.silu_mul(x)), w))
-            normed = cpu.rms_norm(x[:, :256], norm, 1e-5)
-            got = cpu.product(normed_rows(x[:, :256], norm, 1e-5, rows), w)
-            assert got.equal(cpu.product(plain_rows(normed[rows.long()]), w))
 
 
 def test_subnormals_outside_of_the_sums_are_kept():
