@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from sameseed.errors import ConfigError
 from sameseed.models.loader import resolve_model
 from sameseed.quantize import _run as quantizing
 from sameseed.quantize._head import turn_head
-from sameseed.quantize._run import Progress, QuantizePlan, QuantizeResult
+from sameseed.quantize._run import QuantizePlan, QuantizeResult
+from sameseed.quantize._walk import ModuleError
 from sameseed.report import table as layout
 
 
@@ -55,14 +57,14 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
     """Run a plan with a progress bar; an interruption prints how to resume."""
     with progress(f"{plan.method} {plan.scheme}", quiet) as (update, say):
 
-        def report(p: Progress) -> None:
-            worst = max(p.errors, key=lambda e: e.relative, default=None)
+        def report(stage: str, done: int, total: int, errors: Seq[ModuleError]) -> None:
+            worst = max(errors, key=lambda e: e.relative, default=None)
             note = "" if worst is None else f"error {worst.relative:.2%} at most, in {worst.module}"
-            name = {"budget": "sensitivity of layers", "layers": "layers"}[p.stage]
-            update(description=name, completed=p.done, total=p.total, note=note)
-            if p.errors and not quiet:
-                parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in p.errors]
-                line = f"layer {p.done}/{p.total}: output error {', '.join(parts)}"
+            name = {"budget": "sensitivity of layers", "layers": "layers"}[stage]
+            update(description=name, completed=done, total=total, note=note)
+            if errors and not quiet:
+                parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in errors]
+                line = f"layer {done}/{total}: output error {', '.join(parts)}"
                 say(line, style="dim", highlight=False)
 
         try:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,17 +62,8 @@ class QuantizePlan:
     device: str = "cpu"  # where layers are computed and rounded
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run: `stage` "budget" or "layers", `done` of `total` layers, errors of the layer just finished."""
-
-    stage: str
-    done: int
-    total: int
-    errors: tuple[ModuleError, ...] = ()
-
-
-Report = Callable[[Progress], None]
+# Told of a run: "budget" or "layers", layers done and in all, and the errors of the layer just finished.
+Report = Callable[[str, int, int, Seq[ModuleError]], None]
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ class QuantizeResult:
     quantization: dict[str, Any]
 
 
-def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult:
+def quantize(plan: QuantizePlan, report: Report = lambda *_: None) -> QuantizeResult:
     """Quantize by `plan`. Raises ConfigError or RegistryError, before anything is written, for an impossible plan.
 
     The checkpoint is saved from CPU memory. On another device, rounding to nearest gives the same file as on the CPU.
@@ -123,8 +114,7 @@ def quantize(plan: QuantizePlan, report: Report | None = None) -> QuantizeResult
             )
     with torch.inference_mode(), open_checkpoint(folder) as source:
         source.check(config)
-        nobody: Report = lambda progress: None  # noqa: E731
-        return _Run(plan, folder, config, source, pipeline, scheme, calibration, report or nobody).finish()
+        return _Run(plan, folder, config, source, pipeline, scheme, calibration, report).finish()
 
 
 def check(plan: QuantizePlan, scheme: QuantScheme, pipeline: Pipeline) -> None:
@@ -236,7 +226,7 @@ class _Run:
                 block, own = walk.layer(index)
                 self.work.write_layer(block, own)
             errors += own
-            self.report(Progress("layers", index + 1, total, tuple(own)))
+            self.report("layers", index + 1, total, own)
         ends = {name: embedding if name == EMBEDDING else self._end_matrix(name, hidden) for name in self.ends}
         errors += [error for _, error in ends.values() if error is not None]
         found = self._about(errors)
@@ -273,7 +263,7 @@ class _Run:
                 walk,
                 (self.pipeline.last_norm(norm) / self.config.logit_divisor, head),
                 lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
-                lambda done, total: self.report(Progress("budget", done, total)),
+                lambda done, total: self.report("budget", done, total, ()),
             )
             self.work.write_json("sensitivity.json", [asdict(s) for s in self.sensitivities])
         chosen = bits.assign(self.sensitivities, self.plan.budget)

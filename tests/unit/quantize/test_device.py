@@ -75,7 +75,7 @@ def test_methods_that_learn_from_text_run_there(plan, away, tmp_path, method, mo
     here = quantize(replace(asked, out=tmp_path / "here"))
     monkeypatch.setattr(_walk, "module_error", watched)
 
-    def stop(p):
+    def stop(*told):
         raise KeyboardInterrupt
 
     asked = replace(asked, out=tmp_path / "there", device=away)

@@ -39,8 +39,8 @@ def same(a, b):
 def interrupted(plan):
     """Interrupts a run after its first layer."""
 
-    def report(p):
-        if p.stage == "layers":
+    def report(stage, *more):
+        if stage == "layers":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def interrupted(plan):
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "smooth", "rotate", "rotate+gptq", "smooth+gptq", "awq+gptq"])
 def test_what_is_written_loads_and_says_what_was_lost(plan, method):
     seen = []
-    result = quantize(replace(plan, method=method), seen.append)
+    result = quantize(replace(plan, method=method), lambda *told: seen.append(told))
     config = read_config(result.folder)
     model = load_model(result.folder, ops.resolve("reference"))
     assert model.weights.layers[0].down.format == "int4"
@@ -60,7 +60,7 @@ def test_what_is_written_loads_and_says_what_was_lost(plan, method):
     assert len(found["modules"]) == 7 * config.num_layers
     assert all(0 < m["relative"] < 0.5 and m["scheme"] == "w4a16-g32" for m in found["modules"])
     assert found["bits_per_weight"] == pytest.approx(4.5)
-    assert [e.module for p in seen for e in p.errors] == [m["module"] for m in found["modules"]]
+    assert [e.module for *_, errors in seen for e in errors] == [m["module"] for m in found["modules"]]
     assert not list(plan.out.parent.glob("*.partial"))
 
 
@@ -241,7 +241,7 @@ BUDGETED = {"budget": 6.0, "candidates": ("w4a16-g32", "w8a16")}
 def test_bad_plans(plan, change, words):
     """Each is refused with its remedy before anything is computed."""
     with pytest.raises(SameseedError, match=words):
-        quantize(replace(plan, **change), lambda progress: pytest.fail("refused too late"))
+        quantize(replace(plan, **change), lambda *_: pytest.fail("refused too late"))
     assert not plan.out.exists()
 
 
