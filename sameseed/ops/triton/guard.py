@@ -1,4 +1,4 @@
-"""Kernel launches: descriptions that can be compiled without a GPU, and the fallback to the reference."""
+"""Kernel launches, and the fallback to the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,23 +19,8 @@ T = TypeVar("T")
 broken: set[str] = set()  # ops whose kernels do not compile here; the reference computes them instead
 num_launches = 0  # of kernels by this process, those of replayed graphs included
 _compiled: dict[tuple[Any, ...], Any] = {}  # compiled kernels, by everything they are specialized for (see Launch.run)
-_POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
-
-
 # Words in errors of compilers, and of a GPU or driver that rejects a compiled kernel.
 _OF_COMPILERS = ("PassManager", "LLVM", "translate", "kernel image")
-_BY_16: list[list[object]] = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
@@ -86,33 +71,6 @@ class Launch:
                 grid = (*self.grid, 1, 1)[:3]
                 given = {**self.arguments, **self.constants}
                 found[grid](*[given[name] for name in self.kernel.arg_names])
-
-    def compile(self, capability: int) -> Any:
-        """Compile for a compute capability (90: 9.0), specialized as by `run`. Needs no GPU."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        signature: dict[str, str] = {}
-        able = {"FLOAT8": capability >= 89, "EARLY": self.constants.get("EARLY") and capability >= 90}
-        constants = {name: able.get(name, value) for name, value in self.constants.items()}
-        aligned: dict[tuple[int, ...], list[list[object]]] = {}
-        for place, name in enumerate(self.kernel.arg_names):
-            value, bound = self.arguments.get(name), name not in self.free
-            if isinstance(value, torch.Tensor):
-                signature[name], aligned[place,] = _POINTERS[value.dtype], _BY_16
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            elif value is None or (bound and value == 1):
-                signature[name] = "constexpr"
-                constants.setdefault(name, value)
-            else:
-                signature[name] = "i32"
-                if bound and value % 16 == 0:
-                    aligned[place,] = _BY_16
-        source = ASTSource(self.kernel, signature, constants, aligned)
-        options = replace(self, constants=constants).options
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def cannot_compile(error: Exception) -> bool:
