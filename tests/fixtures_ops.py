@@ -4,16 +4,37 @@ import random
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 import torch
-from fixtures_kv import kv_oracle
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
 from sameseed.scheme import KVLayer
+
+LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KV_FORMATS = sorted(["fp32", "bf16", "fp16", *LARGEST])
+
+
+class KvOracle:
+    """How one format stores rows of the KV cache: what kernels are held to."""
+
+    def __init__(self, name):
+        self.format = scheme.kv_format(name)
+        self.name, self.kv_dtype = name, self.format.kv_dtype
+        self.scaled = self.format.encode_kv(torch.zeros(1, 1, 2, device="cpu"))[1] is not None
+        self.encode_kv, self.decode_kv = self.format.encode_kv, self.format.decode_kv
+
+    def width(self, dim):
+        """The number of elements that a row of `dim` values takes."""
+        return self.encode_kv(torch.zeros(1, 1, dim, device="cpu"))[0].shape[-1]
+
+
+kv_oracle = cache(KvOracle)
 
 
 def randn(*shape, seed=0):

@@ -193,6 +193,31 @@ def test_checkpoint_and_back(name, tmp_path):
     assert same(read, q) or "dq" in name  # double-quantized scales of bitsandbytes are read as plain ones
 
 
+WRITTEN = [
+    "w4a16", "w4a16-channel", "w4a8-g32-asym", "w8a8", "w8a8-g64", "w8a16", "w8a16-g64", "fp8", "fp8-a8", "fp8-b128",
+    "fp8-a8-b128", "mxfp4", "mxfp4-mse",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("shape", [(256, 512), (200, 384)], ids=str)
+def test_compressed_tensors_reads_what_we_write(name, shape):
+    """The library with which vLLM reads checkpoints, where it is installed."""
+    base = pytest.importorskip("compressed_tensors.compressors.base")  # takes seconds
+    from compressed_tensors.quantization import QuantizationConfig
+
+    q = QuantScheme.parse(name).encode(randn(*shape, seed=1))
+    fmt = scheme.get(q.format)
+    config = fmt.config(q)
+    group = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    reader = base.BaseCompressor.get_value_from_registry(config["format"])
+    tensors = {key.removeprefix("x."): value for key, value in fmt.checkpoint("x", q).items()}
+    assert set(reader.compression_param_names(group)) == set(tensors)
+    if q.format != "mxfp4":  # float32 scales: products in float32; mxfp4 is exact in bfloat16
+        tensors["weight_scale"] = tensors["weight_scale"].float()
+    assert reader.decompress(tensors, group)["weight"].float().equal(fmt.decode(q))
+
+
 def damages(t):
     """The tensor with wrong sizes, dimensions and types."""
     flat = t.flatten()
@@ -323,6 +348,41 @@ def test_products_of_fp8_rows_are_those_of_rounded_rows(name, backend):
     wanted = chosen.product(plain_rows(scheme.round_rows(x, q.group)), floats)
     assert chosen.product(plain_rows(x), rounding).equal(wanted)
     assert not chosen.product(plain_rows(x), floats).equal(wanted)
+
+
+def planted():
+    """Rows [6, K] within 6, except column 7 of three rows, which is a hundred times as large."""
+    x = randn(6, K).clamp(-5, 5)
+    x[:, 7] = 1.0
+    x[::2, 7] *= 100.0
+    return x
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_an_outlier_costs_the_others_nothing(backend):
+    chosen, weight, x = ops.resolve(backend), randn(40, K, seed=1), planted()
+    wanted = x.double() @ weight.double().T
+
+    def error(name):
+        got = chosen.product(plain_rows(x), chosen.encode(weight, QuantScheme.parse(name)))
+        return float((got - wanted)[::2].norm() / wanted[::2].norm())
+
+    assert error("w8a8") > 0.03  # steps of 100 / 127 for numbers of size 1
+    # What remains is the error of the weights and the other numbers, as in rows without an outlier.
+    assert error("w8a8-outliers") < min(0.3 * error("w8a8"), 1.2 * error("w8a16"))
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("suffix", ["", "-g64"])
+def test_rows_without_one_have_the_bits_of_w8a8(backend, suffix):
+    """Also if other rows of the pass have outliers (law 1)."""
+    chosen, weight, x = ops.resolve(backend), randn(33, K, seed=1), planted()
+    bias, residual = randn(33, seed=2), randn(6, 33, seed=3)
+    mixed, integers = (chosen.encode(weight, QuantScheme.parse(name + suffix)) for name in ("w8a8-outliers", "w8a8"))
+    got = chosen.product(plain_rows(x), mixed, bias, residual)
+    wanted = chosen.product(plain_rows(x), integers, bias, residual)
+    same = (got.view(torch.int32) == wanted.view(torch.int32)).all(1)
+    assert same.tolist() == [False, True] * 3
 
 
 @pytest.mark.bits

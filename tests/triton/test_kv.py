@@ -4,8 +4,7 @@ import importlib
 
 import pytest
 import torch
-from fixtures_kv import KV_FORMATS, kv_oracle
-from fixtures_ops import Part, check_moves, empty_layer, flat, make_pass, randn, unusual_rows
+from fixtures_ops import KV_FORMATS, Part, check_moves, empty_layer, flat, kv_oracle, make_pass, randn, unusual_rows
 
 from sameseed import ops
 from sameseed.kvcache.cache import KVCache

@@ -10,13 +10,16 @@ from itertools import product
 import pytest
 import torch
 from fixtures_cpu import ISAS, instructions
-from fixtures_kv import FP8, KV_FORMATS, LARGEST, kv_oracle
 from fixtures_ops import (
+    FP8,
+    KV_FORMATS,
+    LARGEST,
     Part,
     alone,
     empty_layer,
     exact_attention,
     flat,
+    kv_oracle,
     make_pass,
     passes,
     randn,

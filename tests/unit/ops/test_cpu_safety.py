@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fixtures_cpu import ISAS, instructions
-from fixtures_kv import LARGEST, kv_oracle
-from fixtures_ops import Part, empty_layer, make_pass, randn, state_batch, threads
+from fixtures_ops import LARGEST, Part, empty_layer, kv_oracle, make_pass, randn, state_batch, threads
 
 from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch

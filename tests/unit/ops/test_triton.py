@@ -30,7 +30,7 @@ from sameseed.ops.triton.sampling import launches as sampling_launches, marking 
 pytestmark = pytest.mark.triton
 CASES = Path(__file__).parents[2] / "triton"
 interpreted = guard.interpreted()
-CPU_ONLY = ("test_chains.py", "test_graphs.py")
+CPU_ONLY = ("test_graphs.py",)
 PREPARED = ("attention", "kv", "linear", "rows", "sampling", "wide")
 
 
