@@ -60,12 +60,10 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
         def report(stage: str, done: int, total: int, errors: Seq[ModuleError]) -> None:
             worst = max(errors, key=lambda e: e.relative, default=None)
             note = "" if worst is None else f"error {worst.relative:.2%} at most, in {worst.module}"
-            name = {"budget": "sensitivity of layers", "layers": "layers"}[stage]
-            update(description=name, completed=done, total=total, note=note)
+            update(description=stage, completed=done, total=total, note=note)
             if errors and not quiet:
                 parts = [f"{e.module.rsplit('.', 1)[-1].removesuffix('_proj')} {e.relative:.2%}" for e in errors]
-                line = f"layer {done}/{total}: output error {', '.join(parts)}"
-                say(line, style="dim", highlight=False)
+                say(f"layer {done}/{total}: output error {', '.join(parts)}", style="dim", highlight=False)
 
         try:
             return quantizing.quantize(plan, report)

@@ -62,7 +62,7 @@ class QuantizePlan:
     device: str = "cpu"  # where layers are computed and rounded
 
 
-# Told of a run: "budget" or "layers", layers done and in all, and the errors of the layer just finished.
+# Told of a run: what is done, of how many layers, of how many in all, and the errors of the layer just finished.
 Report = Callable[[str, int, int, Seq[ModuleError]], None]
 
 
@@ -263,7 +263,7 @@ class _Run:
                 walk,
                 (self.pipeline.last_norm(norm) / self.config.logit_divisor, head),
                 lambda modules: bits.offered(modules, self.scheme, self.plan.candidates),
-                lambda done, total: self.report("budget", done, total, ()),
+                lambda done, total: self.report("sensitivity of layers", done, total, ()),
             )
             self.work.write_json("sensitivity.json", [asdict(s) for s in self.sensitivities])
         chosen = bits.assign(self.sensitivities, self.plan.budget)
