@@ -257,10 +257,7 @@ def shortened(batch: Seq[Job], most: int) -> list[Job]:
 
 
 def run_batch(engine: Engine, batch: Seq[Job], run: Run | None = None, tick: Callable[[], None] = lambda: None) -> Run:
-    """Run prompts together to their end; add times and counts to `run` (None: a new one), which is returned.
-
-    `tick` is called when a prompt has ended.
-    """
+    """Run prompts together to their end; add times and counts to `run`, or a new one. `tick`: a prompt has ended."""
     run = run or Run()
     before = replace(engine.times)
     levels = [(name, metrics, metrics.copy()) for name, metrics in level_metrics(engine.drafter)]

@@ -95,10 +95,7 @@ class SameseedLM(TemplateLM):
         return self.llm.tokenizer.encode(string, add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, rendered with the model's chat template.
-
-        Without the generation prompt, the text ends in the last message, which the model continues.
-        """
+        """The conversation in the chat template; without the generation prompt the model continues the last message."""
         if add_generation_prompt:
             return self.llm.tokenizer.render_chat(chat_history)
         *before, last = chat_history
@@ -143,10 +140,7 @@ class SameseedLM(TemplateLM):
         return self._kept("generate_until", [r.args for r in requests], found)
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
-        """The context's tokens; if they leave too little room for the answer, only the last ones.
-
-        At most half of the model's context is reserved for the answer.
-        """
+        """The context's last tokens that leave room for the answer, for which at most half of the context is kept."""
         tokens = self.llm.tokenizer.encode(context) if context else [self.prefix_token_id]
         longest = self.llm.engine.max_model_len
         room = max(1, longest - min(max_tokens, longest // 2))

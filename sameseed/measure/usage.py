@@ -1,9 +1,7 @@
 """Use of the machine during a measurement: CPU time, energy, GPU utilization, kernel launches, memory of this process.
 
-A value that cannot be read is None.
-
-CPU energy is that of the whole packages (RAPL, through Linux's powercap), including other processes. GPU values come
-from NVML, if the package `pynvml` is installed. Memory is resident memory on the CPU, PyTorch's allocations on a GPU.
+A value that cannot be read is None. CPU energy is that of the whole packages (RAPL), other processes included; GPU
+values come from NVML, if `pynvml` is installed. Memory is resident on the CPU, PyTorch's allocations on a GPU.
 """
 
 from __future__ import annotations

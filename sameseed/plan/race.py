@@ -1,8 +1,8 @@
 """The race: settings run interleaved on the same prompts, the worse half drops out, and more prompts follow.
 
-This is successive halving (Jamieson and Talwalkar, 2016) by pairs: for every batch of prompts, a setting's time is
-compared with plain decoding's from the same turn, so that a machine that slows down hits all alike. A turn is a few
-batches long, so that a setting finds its weights in the caches, as it would when running alone.
+This is successive halving (Jamieson and Talwalkar, 2016) by pairs: a setting's time is compared with plain decoding's
+from the same turn, so that a machine that slows down hits all alike. A turn is a few batches long, so that a setting
+finds its weights in the caches.
 """
 
 from __future__ import annotations

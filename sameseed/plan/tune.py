@@ -1,8 +1,7 @@
 """Tuning: chooses the draft, the formats and the draft length for one model, machine and workload.
 
-Every setting of the grid is predicted (`candidates.py`), from measured costs and short runs of each draft. The best,
-and plain decoding always, run interleaved on the prompts (`race.py`). The winner is written down with its predicted and
-its measured figures.
+Every setting of the grid is predicted (`candidates.py`); the best, and plain decoding always, run interleaved on the
+prompts (`race.py`). The winner is written down with its predicted and its measured figures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Compare variants of a model: quality, size, and a format's effect on speculation. Bench measures speed.
+"""Compare variants of a model: quality, size, and a format's effect on speculation, which perplexity does not show.
 
-Acceptance is measured twice: with the variant as target and the baseline's draft, and with the variant as draft for the
-baseline. A format may keep perplexity low and still lose the agreement of draft and target, which perplexity does not
-show.
+Acceptance is measured twice: with the variant as target and the baseline's draft, and with it as the baseline's draft.
 """
 
 from __future__ import annotations

@@ -82,10 +82,7 @@ def find(folder: Path, data: DataSet) -> Path | None:
 
 
 def locate(data: DataSet, folder: Path | None, flag: str = "--data DIR") -> Path:
-    """The file of a set: in `folder` if one is given, else fetched from the hub.
-
-    Raises ConfigError naming the missing file, or the flag to use if the hub cannot be reached or lacks the set.
-    """
+    """The file of a set: in `folder` if one is given, else from the hub. Raises ConfigError with file and flag."""
     if folder is None:
         if data.hub is None:
             raise ConfigError(f"the hub does not keep {data.name}; fetch {data.source} and give it with {flag}")

@@ -3,10 +3,9 @@
 Rows run through the paged cache in bounded passes, so keys and values are read back in the cache's format. Logits are
 computed only for the rows that need them, so the float32 [R, V] table stays below a fixed size for any vocabulary.
 
-Perplexity follows the published protocol: a sliding window of 2048 tokens that moves by 512, each token scored once.
-The text is encoded once by the tokenizer; a BOS token, if the tokenizer adds one, is only at the start. Window k reads
-tokens [512 k, 512 k + 2048) with an empty cache, and scores those that no earlier window scored. The first token of the
-text has no context and is not scored. Perplexity is exp of the mean NLL over all scored tokens.
+Perplexity, exp of the mean NLL, follows the published protocol: a window of 2048 tokens moves by 512 over the text,
+which is encoded once; each window begins with an empty cache and scores the tokens that no earlier one scored. The
+first token of the text has no context and is not scored.
 """
 
 from __future__ import annotations

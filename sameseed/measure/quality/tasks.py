@@ -1,8 +1,7 @@
 """Evaluation of a loaded model: perplexity and tasks, chosen by name.
 
-HumanEval (Chen et al., 2021): complete functions, pass@1 with one sample per problem. GSM8K and MMLU-Pro run by
-lm-evaluation-harness (`measure/lm_eval.py`), whose task files define prompts, stop strings and scoring. Their rows come
-from a folder or the hub; they are checked, and a `limit` is spread over the whole set.
+HumanEval (Chen et al., 2021) completes functions: pass@1 with one sample each. GSM8K and MMLU-Pro run by
+lm-evaluation-harness (`measure/lm_eval.py`), on rows from a folder or the hub, which are checked.
 """
 
 from __future__ import annotations
