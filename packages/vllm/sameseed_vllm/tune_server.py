@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from sameseed.cli.bench_serve import read_key
 from sameseed.cli.console import show_table, stages, stdout_console
 from sameseed.cli.options import numbers
-from sameseed.cost.curve import ENGINE_SCHEMA
-from sameseed.cost.round import PAYS, RoundCost
+from sameseed.cost.curve import ENGINE_SCHEMA, Curve, read_table
+from sameseed.cost.round import PAYS
 from sameseed.errors import ConfigError
+from sameseed.fields import parse
 from sameseed.measure.load.wire import Endpoint, base_url, exchange, introduce, open_client
 from sameseed.measure.prompt_sets import Prompt
 from sameseed.measure.workload import DEFAULT_PROMPTS, read_prompts
 from sameseed.plan.doctor import flags_of
-from sameseed.plan.engines import EngineCosts, EnginePass, read_costs
 from sameseed.plan.metrics import Counted, fetch, watch
 from sameseed.plan.pricing import rounds_of
 from sameseed.plan.profile_file import write
@@ -66,6 +67,45 @@ class Look:
     round_ms: float
     survival: tuple[float, ...] = ()
     num_rounds: int = 0
+
+
+@dataclass(frozen=True)
+class EnginePass:
+    """Milliseconds of one pass over `rows` rows in all, of `batch` sequences."""
+
+    batch: int
+    rows: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """Rounds of a vLLM: a JSON file with these fields and `"schema": "sameseed.engine-costs/1"`.
+
+    `draft` names the draft whose time `passes` include; `survival`: the share of `rounds` rounds in which each place of
+    that draft was right.
+    """
+
+    engine: str
+    passes: tuple[EnginePass, ...]
+    machine: str = ""
+    draft: str = ""
+    survival: tuple[float, ...] = ()
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        rows = all(1 <= p.batch <= p.rows for p in self.passes)
+        if not self.passes or not rows or not all(0 < p.ms < math.inf for p in self.passes):
+            raise ConfigError("costs of an engine: passes with batch >= 1, rows >= batch and ms > 0, one at least")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of sequences that were measured, in ascending order."""
+        return tuple(sorted({p.batch for p in self.passes}))
+
+    def seconds(self, batch: int, k: int) -> float:
+        """Seconds of a round of `batch` sequences, one of `batches`, with `k` draft tokens each: linear in rows."""
+        return Curve(sorted((p.rows, p.ms / 1e3) for p in self.passes if p.batch == batch)).at(batch * (1 + k))
 
 
 @dataclass(frozen=True)
@@ -161,14 +201,14 @@ def added(before: EngineCosts | None, looks: Seq[Look], draft: str) -> EngineCos
 
 def rows_of(costs: EngineCosts) -> list[LengthRow]:
     """Rows for every length up to the longest that was run, at each batch size that ran with a draft and without."""
-    cost, made = RoundCost(costs, grade="profiled"), []
+    made = []
     for batch in costs.batches:
         ran = {p.rows // batch - 1 for p in costs.passes if p.batch == batch}
         if 0 not in ran or len(ran) < 2:
             continue
         for k in range(min(max(ran), len(costs.survival)) + 1):
-            tokens, seconds = 1.0 + sum(costs.survival[:k]), cost.target(batch * (1 + k), batch)
-            speedup = tokens * cost.target(batch, batch) / seconds
+            tokens, seconds = 1.0 + sum(costs.survival[:k]), costs.seconds(batch, k)
+            speedup = tokens * costs.seconds(batch, 0) / seconds
             made.append(LengthRow(batch, k, tokens, 1e3 * seconds, speedup, k in ran))
     return made
 
@@ -221,13 +261,24 @@ def as_tuned(asked: ServerTuneRequest, model: str, costs: EngineCosts) -> Tuned:
     )
 
 
+def read_costs(path: Path) -> EngineCosts:
+    """The costs that `write_costs` wrote. Raises ConfigError."""
+    data = read_table(path)
+    if data.get("schema") != ENGINE_SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {data.get('schema')!r}, not {ENGINE_SCHEMA!r}; name another file with --cost"
+        )
+    costs = parse(EngineCosts, {k: v for k, v in data.items() if k != "schema"}, str(path))
+    if costs.engine != "vllm":
+        raise ConfigError(f"{path} holds the costs of {costs.engine}, not of vllm: name another file with --cost")
+    return costs
+
+
 def write_costs(costs: EngineCosts, path: Path) -> None:
     """Write the file that the next run reads. Raises ConfigError."""
-    data = asdict(costs)
-    data["passes"] = [{k: v for k, v in p.items() if v is not None} for p in data["passes"]]
     try:
         with replacing(path) as file:
-            file.write((json.dumps({"schema": ENGINE_SCHEMA, **data}, indent=1) + "\n").encode())
+            file.write((json.dumps({"schema": ENGINE_SCHEMA, **asdict(costs)}, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write costs to {path} ({error.strerror}); choose another --cost") from None
 
@@ -235,7 +286,7 @@ def write_costs(costs: EngineCosts, path: Path) -> None:
 def tune(args: TuneArgs) -> int:
     """Measure, add to the costs in `args.cost`, and, once lengths can be compared, write the profile to `args.out`."""
     asked = _request(args)
-    before = read_costs(args.cost, "vllm") if args.cost.exists() else None
+    before = read_costs(args.cost) if args.cost.exists() else None
     with stages(f"tuning {asked.url}", args.json) as tell:
         looks = asyncio.run(measure(asked, tell))
     costs = added(before, looks, asked.draft)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from sameseed.cli import main
+from sameseed.cost.curve import ENGINE_SCHEMA
 from sameseed.errors import ConfigError
-from sameseed.plan.engines import read_costs
 from sameseed.plan.metrics import Counted
 from sameseed.tuned import Tuned
 from sameseed_vllm.export import export
-from sameseed_vllm.tune_server import added, best_of, look_of, next_run, rows_of
+from sameseed_vllm.tune_server import added, best_of, look_of, next_run, read_costs, rows_of
 
 RIGHT = (0.8, 0.6, 0.3)
 
@@ -150,8 +150,23 @@ def test_two_runs_make_a_profile(server: StandIn, tmp_path: Path, capsys: pytest
     assert made.acceptance.marginal_accept_rates == pytest.approx(RIGHT)
     command = export(made, "vllm").command
     assert json.loads(command[command.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
-    costs = read_costs(tmp_path / "costs.json", "vllm")
+    costs = read_costs(tmp_path / "costs.json")
     assert costs.batches == (1, 4) and costs.draft == "embedded-head"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine": "sglang"}, "costs of sglang"), ({"schema": "other/1"}, "schema"), ({"passes": []}, "ms > 0"),
+        ({"passes": [{"batch": 2, "rows": 1, "ms": 1.0}]}, "rows >= batch"),
+        ({"passes": [{"batch": 1, "row": 1, "ms": 1.0}]}, "did you mean 'rows'"),
+    ],
+)  # fmt: skip
+def test_cost_files_of_others_are_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    good = {"schema": ENGINE_SCHEMA, "engine": "vllm", "passes": [{"batch": 1, "rows": 1, "ms": 1.0}]}
+    (tmp_path / "costs.json").write_text(json.dumps({**good, **changes}))
+    with pytest.raises(ConfigError, match=words):
+        read_costs(tmp_path / "costs.json")
 
 
 def test_what_goes_wrong_is_said(server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

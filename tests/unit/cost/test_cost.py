@@ -25,7 +25,6 @@ from sameseed.measure.costs import Cost as Point, Profile
 from sameseed.measure.limits import Limits
 from sameseed.models.eagle_loader import with_vocabulary
 from sameseed.models.loader import open_checkpoint, read_config, resolve_model
-from sameseed.plan.engines import EngineCosts, EnginePass
 from sameseed.plan.paper import sheet
 from sameseed.quantize._run import QuantizePlan, quantize
 from sameseed.request import SamplingParams
@@ -108,9 +107,6 @@ def test_costs_of_a_profile_and_of_another_engine():
     assert 0.0 < cost.spread < 0.2
     with pytest.raises(ConfigError, match="profiled"):
         profile.cost("w8a8")
-    passes = tuple(EnginePass(b, b * n, 10 + b * n * 0.1) for b in (1, 16) for n in (1, 5, 9))
-    other = RoundCost(EngineCosts("vllm", passes))
-    assert other.target(3, 1) == pytest.approx(0.0103) and other.target(80, 16) == pytest.approx(0.018)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -33,7 +33,6 @@ class Fake:
     tells_usage: bool = True
     wrong_when_off: bool = False
     drafts_when_off: bool = False
-    num_cached: int = 0
     reads: int = 10**9
     status: int = 200
     message: str = "no such thing"
@@ -79,7 +78,7 @@ class Fake:
         end = {"choices": []}
         if self.tells_usage:
             end["usage"] = {"prompt_tokens": min(self.reads, len(body.get("prompt", "x"))), "completion_tokens": count}
-            end["usage"]["prompt_tokens_details"] = {"cached_tokens": self.num_cached} if self.num_cached else None
+            end["usage"]["prompt_tokens_details"] = None
         if self.reads_speculation:
             told = {"num_spec_steps": 1, "num_draft_tokens": 3, "num_accepted_draft_tokens": 2}
             end["metrics"] = {"speculative_decoding": None if off and not self.drafts_when_off else told}
