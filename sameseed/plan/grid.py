@@ -25,26 +25,18 @@ CHAIN: Mapping[str, object] = {"top_k": 1, "depth": LONGEST}  # options that mak
 LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a model's chains
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A bound that nine of ten requests must keep: `name` is "ttft" (time to first token) or "itl" (a later token)."""
+def parse_slo(text: str) -> dict[str, float]:
+    """Bounds in seconds that nine of ten requests must keep, from text such as 'ttft<2s' or 'ttft<2s,itl<50ms'.
 
-    name: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.name}<{self.seconds:g}s"
-
-
-def parse_slo(text: str) -> tuple[Bound, ...]:
-    """Bounds from text such as 'ttft<2s' or 'ttft<2s,itl<50ms'. Raises ConfigError for anything else."""
-    found = []
+    By name: "ttft" (time to first token), "itl" (a later token). Raises ConfigError for anything else.
+    """
+    found = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)
         if match is None or not float(match[2]):
             raise ConfigError(f"--slo {part!r} is no bound; write e.g. 'ttft<2s', 'itl<50ms' or both with a comma")
-        found.append(Bound(match[1], float(match[2]) / (1000 if match[3] == "ms" else 1)))
-    return tuple(found)
+        found[match[1]] = float(match[2]) / (1000 if match[3] == "ms" else 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class TuneRequest:
     `draft_vocabularies` (as --draft-vocabulary, or "all") where it has a model.
 
     `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
-    geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: bounds that must be kept.
+    geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: as by `parse_slo`.
     `quality`: upper limit of a format's perplexity over the checkpoint's, on `quality_tokens` tokens of `quality_text`.
     `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `held_out`: further prompts,
     which choose nothing and judge the choice afterwards. `only`: run this setting alone, beside plain decoding.
@@ -70,7 +62,7 @@ class TuneRequest:
     batches: tuple[int, ...] = within((1, 4), 1)
     threads: tuple[int | None, ...] = (None,)
     objective: str = "balanced"
-    slo: tuple[Bound, ...] = ()
+    slo: Mapping[str, float] = field(default_factory=dict)
     quality: float = within(1.03, 1, 100)
     quality_text: str = ""
     quality_tokens: int = 2048

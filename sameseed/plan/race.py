@@ -95,8 +95,8 @@ def anew(c: Contestant, jobs: Seq[Job] | None = None) -> Contestant:
 
 def missed(c: Contestant, asked: TuneRequest) -> str | None:
     """The bounds that a contestant misses, with what was measured; None where it keeps all."""
-    found = [(b, c.latency(b.name, asked.looked_at)) for b in asked.slo]
-    return "; ".join(f"{b} missed: {took:.3g} s" for b, took in found if took > b.seconds) or None
+    found = [(name, most, c.latency(name, asked.looked_at)) for name, most in asked.slo.items()]
+    return "; ".join(f"{name}<{most:g}s missed: {took:.3g} s" for name, most, took in found if took > most) or None
 
 
 def ranked(found: Seq[Contestant], asked: TuneRequest, careful: bool = False) -> list[Contestant]:
