@@ -16,7 +16,6 @@ from sameseed.config import parse_options
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
-from sameseed.measure.load.outcome import Bounds
 from sameseed.measure.load.prompts import Shape, parse_shape
 from sameseed.measure.load.show import draw, make_records
 from sameseed.measure.load.wire import Endpoint, base_url
@@ -25,7 +24,8 @@ from sameseed.report import record
 from sameseed.server.config import read_keys
 
 # Flags that are fields of LoadSettings by the same name.
-SETTINGS = ("prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict")
+SETTINGS = ["prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict"]
+SETTINGS += ["ttft_slo", "tpot_slo"]
 
 DRAFTS = '{"num_draft_tokens": 4}'  # an example of --speculation
 
@@ -87,9 +87,8 @@ def _settings(args: BenchServeArgs) -> LoadSettings:
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     sampling |= {"ignore_eos": True} if args.ignore_eos else {}
     same = {name: getattr(args, name) for name in SETTINGS}
-    bounds = Bounds(args.ttft_slo, args.tpot_slo)
     fit = args.prompts in ("text", "random") and args.lengths == DEFAULT_LENGTHS and args.scale == 1.0
-    return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, bounds=bounds, fit=fit, **same)
+    return LoadSettings(tuple(shapes), tuple(levels), sampling=sampling, fit=fit, **same)
 
 
 def _arms(args: BenchServeArgs) -> list[Endpoint]:

@@ -18,7 +18,6 @@ import numpy as np
 from sameseed.errors import ConfigError, say_once
 from sameseed.fields import check_ranges, flag, within
 from sameseed.measure.load import outcome, wire
-from sameseed.measure.load.outcome import Bounds
 from sameseed.measure.load.prompts import PromptSource, Shape, as_prompt
 from sameseed.measure.load.wire import Endpoint, Exchange
 from sameseed.measure.usage import Meter
@@ -120,7 +119,8 @@ class LoadSettings:
     max_seconds: float | None = within(None, 0, above=True)
     warm_up: int = within(2, 0)
     repeat: int = within(3, 1)
-    bounds: Bounds = field(default_factory=Bounds)
+    ttft_slo: float | None = None  # seconds
+    tpot_slo: float | None = None
     timeout: float = within(600.0, 0, above=True)
     max_retries: int = within(5, 0)
     strict: bool = False
@@ -267,7 +267,7 @@ class LoadBench:
             if len(after) == len(outcome.COUNTERS):  # these counters include other clients' requests
                 gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
                 told = outcome.acceptance([gained], outcome.COUNTERS, "/metrics")
-        summary = outcome.summarize(outcomes, s.bounds)
+        summary = outcome.summarize(outcomes, s.ttft_slo, s.tpot_slo)
         summary |= {"acceptance": told, "generator_cpu": busy, "late_ms": None if late is None else late * 1e3}
         if taken is not None:
             summary["usage"] = taken.as_dict(summary["num_output_tokens"])

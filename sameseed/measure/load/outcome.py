@@ -7,9 +7,9 @@ ITL: between chunks, and between tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,19 +80,6 @@ RECORDED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Latency bounds of a good answer, in seconds: `ttft`, `tpot`. None: no bound."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-    def holds(self, outcome: Exchange) -> bool:
-        """Whether an answer is within the bounds. An answer of one token has no TPOT, and meets any TPOT bound."""
-        tpot = outcome.tpot or 0.0
-        return (self.ttft is None or outcome.ttft <= self.ttft) and (self.tpot is None or tpot <= self.tpot)
-
-
 def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     """Mean and percentiles (linear interpolation) in milliseconds; all None if there are no values."""
     names = ("mean", *(f"p{p}" for p in PERCENTILES))
@@ -100,15 +87,19 @@ def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
     return {name: None if v is None else float(1e3 * v) for name, v in zip(names, values)}
 
 
-def summarize(outcomes: Seq[Exchange], bounds: Bounds) -> dict[str, Any]:
-    """The metrics of one repetition. Failed requests count as requests, but not in tokens or times."""
+def summarize(outcomes: Seq[Exchange], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
+    """The metrics of one repetition. Failed requests count as requests, but not in tokens or times.
+
+    A good answer keeps both bounds, in seconds; one of a single token has no TPOT.
+    """
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
     seconds = max((o.arrivals[-1] for o in done), default=start) - start
     token_gaps = [gaps for o in done if (gaps := o.token_gaps) is not None]
     num_output = sum(o.num_output for o in done)
     prompts = [o.num_prompt for o in done if o.num_prompt is not None]
-    good = sum(bounds.holds(o) for o in done)
+    most_ttft, most_tpot = (math.inf if bound is None else bound for bound in (ttft_slo, tpot_slo))
+    good = sum(o.ttft <= most_ttft and (o.tpot or 0.0) <= most_tpot for o in done)
 
     def rate(count: float) -> float:
         return count / seconds if seconds > 0 else 0.0

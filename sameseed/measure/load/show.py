@@ -47,8 +47,8 @@ def config(bench: LoadBench, arm: Endpoint, shape: Shape, level: LoadLevel) -> d
         **{name: getattr(s, name) for name in ("max_seconds", "warm_up", "seed")},
         "sampling": dict(s.sampling),
         "ignore_eos": bool(({**s.sampling, **arm.fields}).get("ignore_eos")),
-        "ttft_bound_s": s.bounds.ttft,
-        "tpot_bound_s": s.bounds.tpot,
+        "ttft_bound_s": s.ttft_slo,
+        "tpot_bound_s": s.tpot_slo,
     }
 
 

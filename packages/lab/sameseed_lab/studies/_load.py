@@ -20,7 +20,6 @@ from sameseed.engine.settings import make_config
 from sameseed.errors import ConfigError
 from sameseed.measure.load import wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings
-from sameseed.measure.load.outcome import Bounds
 from sameseed.measure.load.prompts import Shape, parse_shape
 from sameseed.measure.load.show import make_records
 from sameseed.measure.load.wire import Endpoint
@@ -86,8 +85,7 @@ class LoadCell:
         prompts = str(setup.prompts or DEFAULT_PROMPTS) if self.lengths is None else "text"
         sampling = {"temperature": 0.0} | ({"ignore_eos": True} if self.lengths else {})
         levels = tuple(LoadLevel(concurrency=c) for c in self.clients)
-        bounds = Bounds(self.ttft)
-        settings = LoadSettings((shape,), levels, prompts, sampling, repeat=setup.repeat, bounds=bounds)
+        settings = LoadSettings((shape,), levels, prompts, sampling, repeat=setup.repeat, ttft_slo=self.ttft)
         made, run_id, done = list[dict[str, Any]](), record.now(), 0
         async with wire.open_client(None, max(self.clients), settings.timeout) as client:
             bench = LoadBench(client, arms, settings)

@@ -14,7 +14,7 @@ import pytest
 from sameseed.errors import ConfigError
 from sameseed.measure.load import show, wire
 from sameseed.measure.load.bench import LoadBench, LoadLevel, LoadSettings, arrivals, closed, opened
-from sameseed.measure.load.outcome import Bounds, counters, read, same_texts, summarize
+from sameseed.measure.load.outcome import counters, read, same_texts, summarize
 from sameseed.measure.load.prompts import Shape, parse_shape
 from sameseed.measure.load.show import make_records
 from sameseed.measure.load.wire import Endpoint, Exchange
@@ -400,7 +400,7 @@ def test_summary_counts_only_what_was_completed():
     good = Exchange(10.0, arrivals=[10.1, 10.3, 10.5], sizes=[1, 2, 2], num_output=5, num_prompt=20)
     slow = Exchange(10.0, arrivals=[11.0, 12.0], sizes=[1, 1], num_output=2, num_prompt=30)
     lost = Exchange(9.0, arrivals=[9.5], sizes=[1], num_output=1, error="cut off", detail="why", retries=1)
-    made = summarize([good, slow, lost], Bounds(ttft=0.5, tpot=0.2))
+    made = summarize([good, slow, lost], 0.5, 0.2)
     assert made["seconds"] == pytest.approx(3.0)  # from the first request sent, completed or not
     assert (made["num_requests"], made["num_completed"], made["num_good"]) == (3, 2, 1)
     assert made["output_tokens_per_s"] == pytest.approx(7 / 3)
