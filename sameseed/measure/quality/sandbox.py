@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from sameseed.errors import ConfigError
@@ -40,16 +39,11 @@ RLIMITS = {  # besides CPU seconds; sizes in bytes
 }
 
 
-@dataclass(frozen=True)
-class SandboxOutcome:
-    """Whether the program ran to its end without an error; if not, the error in one line."""
+def run(program: str, seconds: float = 10.0) -> str | None:
+    """The error of a program in one line; None where it ran to its end.
 
-    passed: bool
-    error: str | None = None
-
-
-def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
-    """Run a Python program for at most `seconds` of wall and CPU time. Raises ConfigError where these have no limit."""
+    `seconds`: of wall time, and of CPU time. Raises ConfigError on systems without such limits.
+    """
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
     token, answer = secrets.token_hex(16), b""
@@ -76,19 +70,19 @@ def run(program: str, seconds: float = 10.0) -> SandboxOutcome:
                     os.killpg(process.pid, signal.SIGKILL)
     said, _, error = answer.partition(b"\n")  # the program may have written anything: check the token
     if said == token.encode():
-        return SandboxOutcome(not error, error.decode(errors="replace") or None)
-    return SandboxOutcome(False, ended)
+        return error.decode(errors="replace") or None
+    return ended
 
 
-def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) -> list[SandboxOutcome]:
-    """Run several programs, one per CPU core at a time; outcomes in order. `tick` is called after each."""
+def run_all(programs: Iterable[str], tick: Callable[[], None] = lambda: None) -> list[str | None]:
+    """The errors of several programs, one per CPU core at a time. `tick` is called after each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    outcomes = []
+    errors = []
     pool = ThreadPoolExecutor(cores)
     try:
-        for outcome in pool.map(run, programs):
-            outcomes.append(outcome)
+        for error in pool.map(run, programs):
+            errors.append(error)
             tick()
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, wait only for programs that already run
-    return outcomes
+    return errors

@@ -170,8 +170,8 @@ def program(row: Row, text: str, chat: bool = False) -> str:
 
 def score(
     rows: Seq[Row], texts: Seq[str], chat: bool = False, tick: Callable[[], None] = lambda: None
-) -> list[sandbox.SandboxOutcome]:
-    """Run each answer with its problem's tests in a sandbox; `tick` is called after each."""
+) -> list[str | None]:
+    """The error of each answer with its problem's tests, run in a sandbox; None: passed. `tick`: after each."""
     return sandbox.run_all([program(r, t, chat) for r, t in zip(rows, texts, strict=True)], tick)
 
 
@@ -188,11 +188,11 @@ def humaneval(llm: LLM, settings: EvalSettings, report: Report = silent) -> Task
     long = prompts.count([])
     texts, cut = answer(llm, prompts, [params] * len(prompts), partial(report, "humaneval"))
     tick = counter(partial(report, "humaneval, tests"), len(problems))
-    outcomes = score(problems, texts, settings.chat, tick)
-    errors = Counter(re.split(r"[:;]", o.error)[0] for o in outcomes if o.error)
+    errors = score(problems, texts, settings.chat, tick)
+    kinds = Counter(re.split(r"[:;]", error)[0] for error in errors if error)
     notes = (f"{long} of {len(problems)} prompts do not fit the model's context and count as failed",) if long else ()
-    passed = tuple(float(o.passed) for o in outcomes)
-    return TaskResult("humaneval", "pass@1", passed, {"errors": dict(errors.most_common(6))}, notes + cut, tuple(texts))
+    passed = tuple(float(error is None) for error in errors)
+    return TaskResult("humaneval", "pass@1", passed, {"errors": dict(kinds.most_common(6))}, notes + cut, tuple(texts))
 
 
 def read_rows(name: str, settings: EvalSettings) -> tuple[Splits, tuple[str, ...]]:

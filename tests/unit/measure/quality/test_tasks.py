@@ -36,18 +36,18 @@ def answering(monkeypatch, module, answers):
 def test_humaneval_knows_right_from_wrong(data_folder):
     rows = data.rows(data.HUMANEVAL, data_folder)
     good = [row["canonical_solution"] for row in rows]
-    assert all(o.passed for o in tasks.score(rows, good))
-    assert not any(o.passed for o in tasks.score(rows, ["    pass\n"] * len(rows)))
-    assert not any(o.passed for o in tasks.score(rows, ["    raise SystemExit(0)\n"] * len(rows)))
+    assert not any(tasks.score(rows, good))
+    assert all(tasks.score(rows, ["    pass\n"] * len(rows)))
+    assert all(tasks.score(rows, ["    raise SystemExit(0)\n"] * len(rows)))
 
 
 @pytest.mark.parametrize("limit", [12, pytest.param(None, marks=pytest.mark.slow)])
 def test_humaneval_itself(limit):
     rows = data.take(data.read_rows(need(SHARED / "eval" / "tasks.jsonl.gz"), data.HUMANEVAL), limit)
     good = tasks.score(rows, [row["canonical_solution"] for row in rows])
-    assert [row["task_id"] for row, o in zip(rows, good, strict=True) if not o.passed] == []
+    assert [row["task_id"] for row, error in zip(rows, good, strict=True) if error] == []
     bad = tasks.score(rows, ["    pass\n"] * len(rows))
-    assert [row["task_id"] for row, o in zip(rows, bad, strict=True) if o.passed] == []
+    assert [row["task_id"] for row, error in zip(rows, bad, strict=True) if not error] == []
 
 
 def test_humaneval_scores_what_the_model_wrote(llm, data_folder, monkeypatch):
@@ -81,7 +81,7 @@ PLUS_3 = "def plus_3(x):\n    return x + 3"
 )
 def test_humaneval_reads_code_blocks_of_a_chat(data_folder, text):
     row = data.rows(data.HUMANEVAL, data_folder)[3]
-    assert tasks.score([row], [text], chat=True)[0].passed
+    assert tasks.score([row], [text], chat=True) == [None]
 
 
 @pytest.fixture
