@@ -11,7 +11,7 @@ from rich.table import Table
 from sameseed.measure.costs import Cost, Profile, ShapeCosts
 from sameseed.measure.limits import KINDS
 from sameseed.report import table as layout
-from sameseed.report.plot import Panel, Series, draw, source
+from sameseed.report.plot import Panel, Series, draw, lines, source
 
 LEGEND = (
     "ms: median of one pass over M new tokens; c(M): against one token. read share: least time to read the "
@@ -35,9 +35,8 @@ def limits_table(profile: Profile) -> Table:
     limits = profile.limits
     title = f"machine: {profile.machine.get('cpu', '')}, {threads_text(profile.threads)}"
     table = layout.table(title, ("limit", "", "measured with"))
-    table.add_row(
-        "read", f"{limits.read / 1e9:.1f} GB/s", "huge pages and prefetch" if limits.source == "native" else "torch"
-    )
+    how = "huge pages and prefetch" if limits.source == "native" else "torch"
+    table.add_row("read", f"{limits.read / 1e9:.1f} GB/s", how)
     for kind in KINDS:
         how, rate = limits.instructions.get(kind, "this CPU has no instruction for it"), limits.best(kind)
         table.add_row(kind, "-" if rate is None else f"{rate / 1e9:.0f} G{UNITS[kind]}", how)
@@ -92,51 +91,32 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-ROWS = "M: rows in one pass (a draft of M - 1 tokens)"
-
-
 def plot(profile: Profile, path: Path) -> tuple[Path, Path]:
     """Plot a profile as PNG and SVG in the same folder; returns both paths."""
-    cached = " and ".join(map(str, sorted({x.context for x in profile.costs})))
+    x, first = "M: rows in one pass (a draft of M - 1 tokens)", "What checking a draft costs (dotted: c = M)"
+    second = "Milliseconds (dotted: the least that the machine allows)"
     least = _series(profile, lambda p: max(p.memory_ms, p.compute_ms))
-    limits = [replace(s, spread=(), limit=True) for s in least if len(s.points) > 1]
+    took = _series(profile, lambda p: p.ms) + [replace(s, spread=(), limit=True) for s in least if len(s.points) > 1]
     panels = [
         # c = M: M rows cost as much as M passes over one row. Above this line, speculation cannot win.
-        Panel(
-            "What checking a draft costs (dotted: c = M)",
-            ROWS,
-            _series(profile, lambda p: p.c),
-            y="c(M): time against one row",
-            level=1.0,
-            diagonal=True,
-        ),
-        Panel(
-            "Milliseconds (dotted: the least that the machine allows)",
-            ROWS,
-            [*_series(profile, lambda p: p.ms), *limits],
-            y="milliseconds a pass",
-        ),
+        Panel(first, x, _series(profile, lambda p: p.c), y="c(M): time against one row", level=1.0, diagonal=True),
+        Panel(second, x, took, y="milliseconds a pass"),
     ]
-    where = {"machine": profile.machine, "commit": profile.commit, "time": profile.date}
-    about = source(where, *_limits(profile), "bands: 10th to 90th percentile", "interrupted" * profile.interrupted)
-    return draw(
-        panels, path, f"{profile.shape['name']}: {threads_text(profile.threads)}, {cached} tokens cached", about
-    )
+    where, limits = {"machine": profile.machine, "commit": profile.commit, "time": profile.date}, profile.limits
+    known = [f"{kind} {rate / 1e12:.2f} T{UNITS[kind]}" for kind in KINDS if (rate := limits.best(kind)) is not None]
+    more = "bands: 10th to 90th percentile", "interrupted" * profile.interrupted
+    about = source(where, f"reads {limits.read / 1e9:.1f} GB/s", *known, *more)
+    cached = " and ".join(map(str, sorted({x.context for x in profile.costs})))
+    title = f"{profile.shape['name']}: {threads_text(profile.threads)}, {cached} tokens cached"
+    return draw(panels, path, title, about)
 
 
 def _series(profile: Profile, y: Callable[[Cost], float]) -> list[Series]:
     """Each format and context as a line, with a band from the 10th to the 90th percentile."""
     several = len({x.context for x in profile.costs}) > 1
-    series = []
-    for name in profile.formats:
-        for context, points in profile.curves(name).items():
-            spread = [(y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms) for p in points]
-            label = f"{name}, {context} cached" if several else name
-            series.append(Series(label, [(p.rows, y(p)) for p in points], spread=spread))
-    return series
-
-
-def _limits(profile: Profile) -> list[str]:
-    limits = profile.limits
-    known = [f"{kind} {rate / 1e12:.2f} T{UNITS[kind]}" for kind in KINDS if (rate := limits.best(kind)) is not None]
-    return [f"reads {limits.read / 1e9:.1f} GB/s", *known]
+    return lines(
+        (f"{name}, {context} cached" if several else name, p.rows, y(p), [y(p) * p.p10 / p.ms, y(p) * p.p90 / p.ms])
+        for name in profile.formats
+        for context, points in profile.curves(name).items()
+        for p in points
+    )
