@@ -19,30 +19,11 @@ CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 NO_NEW_PRIVILEGES = 38
 # Prefixes of audit events that are refused; listing folders is looked at before. An in-memory database is harmless, but
 # ATTACH and VACUUM INTO write any file without an audit event.
-REFUSED: tuple[str, ...] = (
-    "os.",
-    "subprocess.",
-    "pty.",
-    "shutil.",
-    "tempfile.",
-    "socket.",
-    "ctypes.",
-    "sqlite3.",
-    "fcntl.",
-)
-REFUSED += ("signal.pthread_kill", "resource.setrlimit", "resource.prlimit")
+REFUSED = ["os.", "subprocess.", "pty.", "shutil.", "tempfile.", "socket.", "ctypes.", "sqlite3.", "fcntl."]
+REFUSED += ["signal.pthread_kill", "resource.setrlimit", "resource.prlimit"]
 # Modules that can write any file, or start a process, without an audit event.
-REFUSED_MODULES = {
-    "_posixsubprocess",
-    "_ctypes",
-    "_socket",
-    "_multiprocessing",
-    "readline",
-    "_gdbm",
-    "_dbm",
-    "_tkinter",
-}
-REFUSED_MODULES |= {"_interpreters", "_xxsubinterpreters"}
+REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing", "_interpreters", "_xxsubinterpreters"}
+REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter"}
 READABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/usr/share/zoneinfo", "/etc/localtime")
 
 
@@ -72,6 +53,7 @@ def watch(folder: str) -> None:
     library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
     own = os.path.realpath(folder)
     realpath, fspath, fsdecode, isinstance_, separator = os.path.realpath, os.fspath, os.fsdecode, isinstance, os.sep
+    refused = tuple(REFUSED)
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
     def inside(path: Any, roots: list[str]) -> bool:
@@ -92,7 +74,7 @@ def watch(folder: str) -> None:
         elif event in ("os.listdir", "os.scandir"):
             if not inside("." if args[0] is None else args[0], [own, *library]):
                 raise PermissionError(f"refused here: {event} {args[0]!r}")
-        elif event.startswith(REFUSED):
+        elif event.startswith(refused):
             raise PermissionError(f"refused here: {event}")
 
     sys.addaudithook(hook)
