@@ -174,27 +174,17 @@ def _config(subject: Subject, asked: Asked) -> dict[str, object]:
     }
 
 
-VERDICTS = {  # by verdict: the page's headline, its colour, and the first sentence of the summary
-    PASSED: (
-        "Speculation changed nothing",
-        "passed",
-        "Outputs with the draft equal those with speculation off, wherever this certificate looked.",
-    ),
-    FAILED: (
-        "Not lossless, or not provable",
-        "failed",
-        "Something differs, or a check broke down. The first differences stand below.",
-    ),
-    NOT_SHOWN: (
-        "Not shown: not enough evidence",
-        "warning",
-        "Nothing differed, but there is not enough evidence. What to change stands below.",
-    ),
-    IN_PART: (
-        "These checks passed; others were left out",
-        "warning",
-        "Nothing differed in the checks that ran. Others were left out, so this is no proof of the whole.",
-    ),
+HEADLINES = {  # the page's, with their colours
+    PASSED: ("Speculation changed nothing", "passed"),
+    FAILED: ("Not lossless, or not provable", "failed"),
+    NOT_SHOWN: ("Not shown: not enough evidence", "warning"),
+    IN_PART: ("These checks passed; others were left out", "warning"),
+}
+OPENINGS = {  # first sentences of the summary
+    PASSED: "Outputs with the draft equal those with speculation off, wherever this certificate looked.",
+    FAILED: "Something differs, or a check broke down. The first differences stand below.",
+    NOT_SHOWN: "Nothing differed, but there is not enough evidence. What to change stands below.",
+    IN_PART: "Nothing differed in the checks that ran. Others were left out, so this is no proof of the whole.",
 }
 COMPARED = {  # by check: what it compared bit by bit, and the name of its count
     "L3": ("tokens", "greedy tokens"),
@@ -206,7 +196,7 @@ COMPARED = {  # by check: what it compared bit by bit, and the name of its count
 def summary(record: Mapping[str, Any]) -> list[str]:
     """Sentences about a record (schema `sameseed.certificate/1`): verdict, what was checked, how much, what was not."""
     sizes = {c["id"]: {**c["sizes"], **c["statistic"]} for c in record["checks"]}
-    lines, a = [VERDICTS[record["verdict"]][2]], record["acceptance"]
+    lines, a = [OPENINGS[record["verdict"]]], record["acceptance"]
     counts = [(sizes.get(check, {}).get(name), words) for check, (name, words) in COMPARED.items()]
     if compared := [f"{count:,.0f} {words}" for count, words in counts if count is not None]:
         lines.append(f"Generated with and without speculation, and compared bit by bit: {', '.join(compared)}.")
@@ -271,7 +261,7 @@ def render(record: Mapping[str, Any]) -> str:
     status = [check["status"] for check in record["checks"]]
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", NOT_SHOWN) if s in status)
     config = record["config"]
-    head, tone, _ = VERDICTS[record["verdict"]]
+    head, tone = HEADLINES[record["verdict"]]
     title = f"Certificate: {config['label']}"
     page = _TEMPLATES.get_template("certificate.html")
     return page.render(head=head, tone=tone, title=title, r=record, c=config, counts=counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,47 +31,26 @@ class DataSet:
     source: str = ""
 
 
-TEXT = DataSet(
-    "wikitext2",
-    ("wiki.test.raw", "wikitext2-test.txt"),
-    ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet"),
-)
-HUMANEVAL = DataSet(
-    "humaneval",
-    ("HumanEval.jsonl", "humaneval.jsonl"),
-    ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"),
-    {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
-)
+FIRST = "-00000-of-00001.parquet"
+PROGRAM = {"task_id": str, "prompt": str, "entry_point": str, "canonical_solution": str, "test": str}
+SUM = {"question": str, "answer": str}
+PROBLEM = {"text": str, "code": str, "test_list": list}
+EXAM = {"category": str, "question": str, "options": list, "answer": str}
+GSM, MMLU = "openai/gsm8k", "TIGER-Lab/MMLU-Pro"
+WIKITEXT = ("Salesforce/wikitext", f"wikitext-2-raw-v1/test{FIRST}")
+
+TEXT = DataSet("wikitext2", ("wiki.test.raw", "wikitext2-test.txt"), WIKITEXT)
+HUMANEVAL_FILES = ("HumanEval.jsonl", "humaneval.jsonl")
+HUMANEVAL_HUB = ("openai/openai_humaneval", f"openai_humaneval/test{FIRST}")
+HUMANEVAL = DataSet("humaneval", HUMANEVAL_FILES, HUMANEVAL_HUB, PROGRAM)
 HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # the paper's stop strings: code after the function
-GSM8K = DataSet(
-    "gsm8k",
-    ("gsm8k-test.jsonl",),
-    ("openai/gsm8k", "main/test-00000-of-00001.parquet"),
-    {"question": str, "answer": str},
-)
-GSM8K_SHOTS = replace(
-    GSM8K,
-    name="gsm8k examples",
-    files=("gsm8k-train.jsonl",),
-    hub=("openai/gsm8k", "main/train-00000-of-00001.parquet"),
-)
-MBPP = DataSet(
-    "mbpp",
-    ("mbpp-test.jsonl",),
-    ("google-research-datasets/mbpp", "full/test-00000-of-00001.parquet"),
-    {"text": str, "code": str, "test_list": list},
-)
-MMLU_PRO = DataSet(
-    "mmlu_pro",
-    ("mmlu_pro-test.jsonl", "mmlu_pro-sample.jsonl"),
-    ("TIGER-Lab/MMLU-Pro", "data/test-00000-of-00001.parquet"),
-    {"category": str, "question": str, "options": list, "answer": str},
-)
+GSM8K = DataSet("gsm8k", ("gsm8k-test.jsonl",), (GSM, f"main/test{FIRST}"), SUM)
+GSM8K_SHOTS = DataSet("gsm8k examples", ("gsm8k-train.jsonl",), (GSM, f"main/train{FIRST}"), SUM)
+MBPP = DataSet("mbpp", ("mbpp-test.jsonl",), ("google-research-datasets/mbpp", f"full/test{FIRST}"), PROBLEM)
+MMLU_PRO_FILES = ("mmlu_pro-test.jsonl", "mmlu_pro-sample.jsonl")
+MMLU_PRO = DataSet("mmlu_pro", MMLU_PRO_FILES, (MMLU, f"data/test{FIRST}"), EXAM)
 MMLU_PRO_SHOTS = DataSet(
-    "mmlu_pro examples",
-    ("mmlu_pro-shots.jsonl",),
-    ("TIGER-Lab/MMLU-Pro", "data/validation-00000-of-00001.parquet"),
-    {"category": str, "question": str, "options": list, "answer": str, "cot_content": str},
+    "mmlu_pro examples", ("mmlu_pro-shots.jsonl",), (MMLU, f"data/validation{FIRST}"), EXAM | {"cot_content": str}
 )
 
 
