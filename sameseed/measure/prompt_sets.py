@@ -15,16 +15,10 @@ from sameseed.tokenizer import Tokenizer
 
 ROW = 128  # least words of a WikiText row that is used, and the tokens taken from it
 TURNS: dict[str, type] = {"category": str, "turns": list}
-MT_BENCH = DataSet(
-    "mt_bench", ("question.jsonl", "mt_bench.jsonl"), ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"), TURNS
-)
-SPEC_BENCH = DataSet(
-    "spec_bench",
-    ("question.jsonl", "spec_bench.jsonl"),
-    None,
-    TURNS,
-    "data/spec_bench/question.jsonl of https://github.com/hemingkx/Spec-Bench",
-)
+MT_HUB = ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")
+MT_BENCH = DataSet("mt_bench", ("question.jsonl", "mt_bench.jsonl"), MT_HUB, TURNS)
+SOURCE = "data/spec_bench/question.jsonl of https://github.com/hemingkx/Spec-Bench"
+SPEC_BENCH = DataSet("spec_bench", ("question.jsonl", "spec_bench.jsonl"), None, TURNS, SOURCE)
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other categories are MT-Bench's
 
 

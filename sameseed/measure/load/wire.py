@@ -117,12 +117,10 @@ def base_url(url: str) -> str:
 
 def open_client(key: str | None, concurrency: int, timeout: float) -> httpx.AsyncClient:
     """An HTTP client with `concurrency` connections, which ignores proxy settings and reads bytes as they come."""
-    return httpx.AsyncClient(
-        headers={"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})},
-        timeout=httpx.Timeout(timeout, connect=10.0),
-        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        trust_env=False,
-    )
+    headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    waits = httpx.Timeout(timeout, connect=10.0)
+    return httpx.AsyncClient(headers=headers, timeout=waits, limits=limits, trust_env=False)
 
 
 async def await_ready(client: httpx.AsyncClient, url: str) -> None:

@@ -25,18 +25,9 @@ from pathlib import Path
 from sameseed.errors import ConfigError
 
 GUARD = Path(__file__).with_name("_guard.py")
-
-
-RLIMITS = {  # besides CPU seconds; sizes in bytes
-    "AS": 512 << 20,
-    "DATA": 512 << 20,
-    "FSIZE": 4 << 20,
-    "NOFILE": 32,
-    "NPROC": 0,  # no further process or thread (not enforced for root)
-    "CORE": 0,
-    "MEMLOCK": 0,
-    "MSGQUEUE": 0,
-}
+# Limits besides CPU seconds, sizes in bytes. NPROC: no further process or thread (not enforced for root).
+RLIMITS = {"AS": 512 << 20, "DATA": 512 << 20, "FSIZE": 4 << 20, "NOFILE": 32, "NPROC": 0}
+RLIMITS |= dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
 
 
 def run(program: str, seconds: float = 10.0) -> str | None:

@@ -188,15 +188,13 @@ def notes(record: Record) -> list[str]:
 
 
 Bars = tuple[str, Mapping[str, str], float | None]  # title; figure names by legend label; value at which bars begin
+ACCEPTED = {"as target": "accepted as target", "as draft of the baseline": "accepted as draft"}
+SIZES = {"weights": "weights MB", "checkpoint": "checkpoint MB"}
 BARS: tuple[Bars, ...] = (
     ("Perplexity over the baseline's", {"": "  over the baseline's"}, 1.0),
     ("Bits a byte", {"": "bits a byte"}, None),
-    (
-        "Drafted tokens that are accepted",
-        {"as target": "accepted as target", "as draft of the baseline": "accepted as draft"},
-        None,
-    ),
-    ("Size in memory and on disk, MB", {"weights": "weights MB", "checkpoint": "checkpoint MB"}, None),
+    ("Drafted tokens that are accepted", ACCEPTED, None),
+    ("Size in memory and on disk, MB", SIZES, None),
     ("Tokens/s, one sequence", {"plain": "tokens/s", "with the draft": "tokens/s drafted for"}, None),
 )
 
