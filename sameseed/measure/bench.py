@@ -199,10 +199,8 @@ class Bench:
 
     def warm_up(self, workload: Workload) -> float:
         """Generate a few tokens with every arm. Returns the estimated seconds of one batch, summed over all arms."""
-        batch, times = (
-            shortened(next(workload.batches()), WARMUP_TOKENS),
-            max(1.0, workload.params.max_tokens / WARMUP_TOKENS),
-        )
+        batch = shortened(next(workload.batches()), WARMUP_TOKENS)
+        times = max(1.0, workload.params.max_tokens / WARMUP_TOKENS)
         runs = [run_batch(self.install(arm), batch) for arm in self.arms]
         return sum(run.prefill + (run.seconds - run.prefill) * times for run in runs)
 
