@@ -34,20 +34,6 @@ def test_token_by_token_equals_the_whole_prompt(name, backend):
     assert torch.cat(rows).equal(whole)
 
 
-@every_backend
-@pytest.mark.parametrize(("block_size", "kv_format"), [*product((1, 5, 16), ["fp32"]), *zip(cycle((16, 1, 5)), CODED)])
-def test_chunks_equal_the_whole_prompt(block_size, kv_format, backend):
-    model = tiny_model(backend, "mistral")
-    token_ids = prompt(40)
-    whole = all_logits(model, token_ids, kv_format)
-    for chunks in ([40], [1, 39], [16, 16, 8], [3, 7, 29, 1]):
-        runner = make_runner(model, block_size, 64, kv_format)
-        seq = make_sequence(token_ids)
-        logits = [feed(runner, seq, n) for n in chunks]
-        assert [len(x) for x in logits] == [0] * (len(chunks) - 1) + [1]  # only the last chunk needs logits
-        assert logits[-1][0].equal(whole[-1])
-
-
 def path_to(node, parents):
     """The nodes from the root to `node`, including both."""
     return ([] if parents[node] < 0 else path_to(parents[node], parents)) + [node]
