@@ -316,10 +316,9 @@ def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:
     """Log once which matrices (name -> its type of storage) no format can hold, and the schemes they are rounded to."""
     if kinds:
         size = sum(math.prod(shapes[n]) * round_scheme(shapes[n][1]).bits_per_weight(shapes[n][1]) for n in kinds)
-        schemes = sorted({str(round_scheme(shapes[n][1])) for n in kinds})
+        types, schemes = sorted(set(kinds.values())), sorted({str(round_scheme(shapes[n][1])) for n in kinds})
         say_once(
-            f"{path.name}: {len(kinds)} {'matrix is' if len(kinds) == 1 else 'matrices are'} stored in "
-            f"{', '.join(sorted(set(kinds.values())))}, which no kernel has; unless --format says otherwise they are "
-            f"rounded once to {', '.join(schemes)} ({size / 2**33:.2f} GiB), which moves a matrix by about 0.5 %; "
-            "--format fp32 keeps them exactly, in four times the memory"
+            f"{path.name}: no kernel has {', '.join(types)}; {len(kinds)} matrices are rounded to {', '.join(schemes)} "
+            f"({size / 2**33:.2f} GiB), moving a matrix by about 0.5 % (--format fp32: not at all, in four times the "
+            "memory)"
         )

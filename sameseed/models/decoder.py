@@ -79,15 +79,10 @@ class Decoder(Runnable):
     # GGUF's names of a layer's modules, and of those outside layers, by Hugging Face's. An entry may also be the name
     # of a tensor within a layer: "layer_scalar": "layer_output_scale.weight".
     gguf_names: ClassVar[Mapping[str, str]] = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
+        **{f"self_attn.{n}_proj": f"attn_{n}" for n in "qkv"},
         "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
+        **{f"self_attn.{n}_norm": f"attn_{n}_norm" for n in "qk"},
+        **{f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")},
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
         "model.embed_tokens": "token_embd",

@@ -25,17 +25,11 @@ from sameseed.models.config import (
 # Architecture -> kind of head.
 HEADS = {
     "EagleLlamaForCausalLM": "eagle",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "DFlashDraftModel": "block",  # z-lab
-    "DFlash2DraftModel": "block",
-    "Qwen3DSparkModel": "block",  # DeepSpec
-    "DSparkDraftModel": "block",
-    "DFlashSpeculator": "block",
-    "DSparkSpeculator": "block",
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"), "eagle3"),
+    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), "eagle3"),
+    **dict.fromkeys(("DFlashDraftModel", "DFlash2DraftModel"), "block"),  # z-lab
+    **dict.fromkeys(("Qwen3DSparkModel", "DSparkDraftModel"), "block"),  # DeepSpec
+    **dict.fromkeys(("DFlashSpeculator", "DSparkSpeculator"), "block"),
 }
 BLOCKS = ("dflash", "dspark")  # speculators_model_type of block heads
 # model_type of a head's layer. Heads for Phi and Qwen2 have Llama's layers, whatever the type.

@@ -149,11 +149,6 @@ def _factors(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
     for original in (8192, config.max_model_len, max(1, round(config.max_model_len / factor))):
         rope = RopeConfig(config.rope.theta, "llama3", factor, 1.0, 4.0, original)
         if torch.allclose(plain / inverse_frequencies(rope, config.head_dim), factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": original,
-            }
+            bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "factor": factor, **bands}
     return {"rope_type": "factors", "factors": factors.tolist()}
