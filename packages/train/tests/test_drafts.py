@@ -191,16 +191,6 @@ def test_a_draft_learns_to_draft_behind_masks(folder: Path, tmp_path: Path) -> N
     assert after > before + 0.3, (before, after)
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(folder: Path, tmp_path: Path) -> None:
-    whole = replace(recipe_for(folder), train=TrainSettings(6, rows=4, row_tokens=64, warmup=2))
-    half = replace(whole, train=replace(whole.train, steps=3))
-    for recipe in (half, whole):
-        run(folder, tmp_path / "a", recipe, resume=recipe is whole)
-    assert [row["step"] for row in steps(tmp_path / "a")] == list(range(6))
-    with pytest.raises(ConfigError, match=r"parallel 4 \(now 3\)"):
-        run(folder, tmp_path / "a", replace(whole, parallel=3), resume=True)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

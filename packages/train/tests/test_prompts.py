@@ -20,7 +20,7 @@ from sameseed_train.head import run_head
 from sameseed_train.learning import Sources
 from sameseed_train.optim import OptimSettings
 from sameseed_train.prompts import conversations, file_seeds, recipe_held_out, recipe_seeds
-from sameseed_train.recipe import HeadRecipe, SizeSettings, SourceSettings, TextSettings, TrainSettings, load_own_recipe
+from sameseed_train.recipe import HeadRecipe, SizeSettings, SourceSettings, TextSettings, TrainSettings
 
 SOURCES = (
     SourceSettings("sums", "sums", "MIT", max_mb=0.02),
@@ -104,13 +104,6 @@ def test_a_head_of_a_recipe_has_a_curve(data: Path, target: Path, tmp_path: Path
     assert done.results["curve"][-1]["rate"] == done.results["acceptance"]["all"]["rate"]
     card = (done.folder / "README.md").read_text(encoding="utf-8")
     assert all(word in card for word in ("PSF-2.0", "different tokens", "texts.num_texts = "))
-
-
-@pytest.mark.parametrize("name", ["smollm2-head", "coder-head"])
-def test_the_recipes_of_real_targets_are_read(name: str) -> None:
-    recipe = load_own_recipe(HeadRecipe, Path(f"{name}.toml"))
-    assert recipe.source and recipe.train.precision == "bfloat16" and recipe.loss.candidates
-    assert not {"sgd", "topical-chat"} & {n for s in recipe.source for n in s.names}, "share-alike"
 
 
 def test_a_file_that_cannot_be_written_says_so(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import pytest
 
 from sameseed.errors import SameseedError
 from sameseed_train.pipeline import run
-from sameseed_train.recipe import load_recipe
+from sameseed_train.recipe import RECIPES, DraftRecipe, HeadRecipe, load_own_recipe, load_recipe
 
 
-def test_the_projects_own_recipe_is_valid() -> None:
-    recipe = load_recipe(Path("embedded.toml"))
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.toml")))
+def test_the_projects_own_recipes_are_valid(name: str) -> None:
+    own = {"embedded-parallel.toml": DraftRecipe}.get(name, HeadRecipe)
+    recipe = load_recipe(Path(name)) if name == "embedded.toml" else load_own_recipe(own, Path(name))
+    assert recipe.source and all(source.licence for source in recipe.source)
     names = {name for source in recipe.source for name in source.names}
-    assert names and not any(name.startswith(("sgd", "topical-chat")) for name in names), "share-alike sources stay out"
-    assert all(source.licence for source in recipe.source)
+    assert not any(name.startswith(("sgd", "topical-chat")) for name in names), "share-alike sources stay out"
 
 
 @pytest.mark.parametrize(
