@@ -48,7 +48,6 @@ def engine_of(owner: object) -> str:
 def advice(engine: str, promise: str, broken: bool) -> str:
     """Advice for a promise that is broken or not shown; "" if there is none."""
     known = ENGINES.get(engine, {})
-    own = known.get(promise, "") or (known.get("broken", "") if broken else "")
-    if broken and engine == "sameseed":
-        own = known["broken"]
-    return own or (GENERAL.get(promise, "") if broken else "")
+    if broken and "broken" in known:
+        return known["broken"]
+    return known.get(promise, "") or (GENERAL.get(promise, "") if broken else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,3 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         return Prompt(name, None, tuple({"role": m["role"], "content": str(m["content"])} for m in row["messages"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise VerifyError(f'{where}: write {{"prompt": text}} or {{"messages": [{{"role", "content"}}]}}') from None
-
-
-def take(items: Seq[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts, spread evenly."""
-    return list(items) if limit >= len(items) else [items[i * len(items) // limit] for i in range(limit)]

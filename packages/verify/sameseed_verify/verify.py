@@ -19,7 +19,7 @@ from sameseed_verify import VerifyError, numbers, texts
 from sameseed_verify.advice import advice, engine_of
 from sameseed_verify.ask import NO_KEY, NOT_SENT, Asker, ServedText, ServerQuestion
 from sameseed_verify.inquiry import BROKEN, HOLDS, LEAST_TEXTS, NOT_SHOWN, Evidence, Inquiry, Test, VerifyServerArgs
-from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts, take
+from sameseed_verify.prompts import BUILT_IN, Prompt, as_prompt, read_prompts
 
 SCHEMA = "sameseed.server/1"
 PROMISES: Mapping[str, tuple[str, Test]] = {  # by id, in the order in which they are tested: the name and the test
@@ -143,7 +143,8 @@ def choose_prompts(args: VerifyServerArgs, chat: bool) -> list[Prompt]:
         if not chat:  # half of each text: after a whole turn without a chat template, the answer may end at once
             every = [Prompt(p.id, p.said[: len(p.said) // 2].rstrip()) for p in every]
     allowed = sum(needed(n) <= args.requests for n in range(1, len(every) + 1))
-    return take(every, min(allowed, args.num_prompts or len(every)))
+    count = min(allowed, args.num_prompts or allowed)
+    return [every[i * len(every) // count] for i in range(count)]
 
 
 async def ask_alone(inquiry: Inquiry) -> None:
