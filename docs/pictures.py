@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
 
-from recorded import ROOT, Record, last_of_each, lines, loss_records, named, origins, real_records, short
+from recorded import ROOT, Record, last_of_each, lines, loss_records, named, origins, policy_cells, real_records, short
 from studied import measured, ours
 
 from sameseed.report.plot import Panel, Series, draw
@@ -119,7 +119,7 @@ def setting(record: Record) -> tuple[float, str]:
 
 def never_slower() -> Picture:
     """Goodput over plain decoding in every cell, from the worst to the best."""
-    found, panels = policy_cells(), []
+    found, panels = policy_cells(lines("policies")), []
     for name in dict.fromkeys(r["model"] for r in found):
         mine = sorted((r for r in found if r["model"] == name), key=lambda r: float(r["goodput"][0]))
         points = [(i, r["goodput"][0]) for i, r in enumerate(mine, 1)]
@@ -128,12 +128,6 @@ def never_slower() -> Picture:
         panels.append(Panel(name, "cells, from the worst", [series], "points", y="over plain decoding", level=1))
     about = f"Default policy; lines: 95 % intervals over pairs of batches. {origins(found)}"
     return Picture("Never slower?", panels, about, "Goodput over plain decoding, cell by cell", 3)
-
-
-def policy_cells() -> list[Record]:
-    """The newest record of each cell of benchmarks/policies.py."""
-    names = ("model", "format", "draft", "draft_format", "temperature", "batch", "texts")
-    return last_of_each(lines("policies"), lambda r: tuple(r[name] for name in names))
 
 
 def load() -> Picture:

@@ -185,11 +185,15 @@ def bench(_: list[Record]) -> str:
     return f"{markdown(head, [[name, *cells] for name, cells in rows.items()], range(1, 5))}\n\n{about}"
 
 
+def policy_cells(found: list[Record]) -> list[Record]:
+    """The newest record of each cell of benchmarks/policies.py."""
+    names = ("model", "format", "draft", "draft_format", "temperature", "batch", "texts")
+    return last_of_each(found, lambda r: tuple(r[name] for name in names))
+
+
 def policies(found: list[Record]) -> str:
     """How the default policy compares with plain decoding in all cells of benchmarks/policies.py."""
-    names = ("model", "format", "draft", "draft_format", "temperature", "batch", "texts")
-    cells = last_of_each(found, lambda r: tuple(r[name] for name in names))
-    rows = []
+    cells, rows = policy_cells(found), []
     for name in dict.fromkeys(r["model"] for r in cells):
         mine = [r for r in cells if r["model"] == name]
         lost = [r for r in mine if r["goodput"][0] < LOST]
