@@ -40,13 +40,11 @@ SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", 
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("$defs", "properties", "patternProperties")
 KNOWN = {"type"} | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
-FORMATS = {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference"}
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _ANY = {"binary", "password", "path", "file-path", "directory-path"}  # formats that every string has
 _LONG = 1024  # characters: no text of a format is that long
 _NO_LIMIT = range(_LONG, 2**31)
-FORMATS |= {"uri-template"}  # not those of JSON pointers: they would allow control characters
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforced"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -454,7 +452,8 @@ _AS_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "
 _AS_PATTERNS |= {"byte": _BASE64, "base64": _BASE64, "base64url": _BASE64.replace("+/", "_-")}
 _AS_PATTERNS |= {"uuid": _UUID % (_HEX, _HEX)}
 _AS_PATTERNS |= {f"uuid{version}": _UUID % (version, "[89abAB]") for version in range(1, 9)}
-FORMATS |= _AS_PATTERNS.keys()
+# Not those of JSON pointers: they would allow control characters.
+FORMATS = {"duration", "email", "hostname", "ipv6", "uri", "uri-reference", "uri-template", *_AS_PATTERNS}
 
 
 def check_text(text: Any, name: str, what: str, most: int) -> str:
