@@ -1,9 +1,10 @@
-"""Thousands of requests, a fifth of them abandoned, a tenth malformed, some read slowly: no request leaves a trace."""
+"""Hundreds or thousands of requests, some abandoned, malformed or read slowly, beside broken connections: no trace."""
 
 import asyncio
 import json
 import random
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -12,10 +13,13 @@ from fixtures_server import gauge, num_files, serving, wait_until
 
 from sameseed import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
-NUM_REQUESTS, CONCURRENCY = 5000, 32
-NUM_COMPARED = 100
+CONCURRENCY = 32
 PROMPTS = [f"{start} {end}" for start in ("the sum", "def add(", "für 你好", "a list") for end in ("of", "is a, b")]
+BROKEN = [
+    b"GET /", b"\x16\x03\x01" * 99, b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+    b"POST / HTTP/1.1\r\nTransfer-Encoding: x\r\n\r\n",
+]  # fmt: skip
 KINDS = ["plain"] * 10 + ["stream"] * 8 + ["slow"] * 2 + ["left"] * 6 + ["malformed"] * 3
 
 
@@ -68,14 +72,18 @@ def resident(pid):
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-def test_load(pair_folders):
-    counts, warm_up = Counter(), NUM_REQUESTS // 5
+@pytest.mark.parametrize("num_requests", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_load(pair_folders, num_requests):
+    counts, warm_up = Counter(), num_requests // 5
     flags = ("--model", str(pair_folders[0]), "--draft", str(pair_folders[1]), "--policy", "fixed")
-    with serving(*flags, "--max-num-seqs", "8") as server:
+    with serving(*flags, "--max-num-seqs", "8") as server, ExitStack() as stack:
         pids = (server.process.pid, server.engine_pid)
+        for sent in BROKEN * 6:
+            stack.enter_context(server.connect()).sendall(sent)
         texts = asyncio.run(visit_all(server.url, range(warm_up), counts))
+        stack.close()
         before = [resident(p) for p in pids]
-        texts |= asyncio.run(visit_all(server.url, range(warm_up, NUM_REQUESTS), counts))
+        texts |= asyncio.run(visit_all(server.url, range(warm_up, num_requests), counts))
         assert {status for _, status in counts} <= {200, 400, 499}, counts
         assert counts["malformed", 400] == sum(n for (kind, _), n in counts.items() if kind == "malformed")
         with server.client() as http:
@@ -84,9 +92,10 @@ def test_load(pair_folders):
             wait_until(lambda: num_files(pids[0]) < 30)
             assert gauge(http, "spec_decode_num_draft_tokens_total") > 0
         after = [resident(p) for p in pids]
-        assert all(late < 1.05 * early for early, late in zip(before, after, strict=True)), (before, after)
+        most = 1.05 if num_requests > 1000 else 1.5  # at first memory still grows to its usual size
+        assert all(late < most * early for early, late in zip(before, after, strict=True)), (before, after)
         assert pids == (server.process.pid, server.engine_pid), "no engine died"
         assert not [entry for entry in server.log if "trace" in entry]
     llm = LLM(str(pair_folders[0]))
-    for i in random.Random(0).sample(sorted(texts), NUM_COMPARED):
+    for i in random.Random(0).sample(sorted(texts), num_requests // 50):
         assert texts[i] == llm.generate(PROMPTS[i % 8], SamplingParams(**fields(i)))[0].text, i
