@@ -127,10 +127,7 @@ def test_metrics_of_a_request(http):
     assert len(spec["per_step_accepted"]) == spec["num_spec_steps"]
     assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"]
     assert sum(spec["per_step_drafted"]) == spec["num_draft_tokens"]
-    histogram = spec["acceptance_histogram"]
-    assert sum(histogram) == spec["num_spec_steps"] > 0
-    assert sum(i * c for i, c in enumerate(histogram)) == spec["num_accepted_draft_tokens"] > 0
-    assert spec["draft_acceptance_rate"] == spec["num_accepted_draft_tokens"] / spec["num_draft_tokens"]
+    assert sum(i * c for i, c in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"] > 0
     assert made["sameseed"]["time_split_s"]["draft"] > 0
     off = complete(http, "the sum of", speculation="off", **SAMPLED)["metrics"]
     assert off["speculative_decoding"] is None

@@ -42,19 +42,12 @@ def spelled(tokenizer, text):
     return [token for c in text for token in tokenizer.encode(c, add_special_tokens=False)]
 
 
-def test_accepted_characters_are_marked(tokenizer):
-    tokens = spelled(tokenizer, "abcd")
-    assert write(tokenizer, tokens, [False, True, True, False]) == f"a{BEGIN}bc{END}d"
-    assert write(tokenizer, tokens, [True] * 4) == f"{BEGIN}abcd{END}"
-    assert write(tokenizer, tokens, [False] * 4) == "abcd"
-
-
-def test_a_character_of_several_tokens_counts_as_accepted_if_all_were(tokenizer):
+def test_characters_are_marked_if_all_their_tokens_were_accepted(tokenizer):
     tokens = spelled(tokenizer, "aéb你")
     assert len(tokens) == 7
-    all_of_it = [False, True, True, False, True, True, True]
-    assert write(tokenizer, tokens, all_of_it) == f"a{BEGIN}é{END}b{BEGIN}你{END}"
+    assert write(tokenizer, tokens, [False, True, True, False, True, True, True]) == f"a{BEGIN}é{END}b{BEGIN}你{END}"
     assert write(tokenizer, tokens, [False, False, True, True, True, True, False]) == f"aé{BEGIN}b{END}你"
+    assert write(tokenizer, tokens, [True] * 7) == f"{BEGIN}aéb你{END}"
 
 
 def test_text_that_waits_for_a_stop_string_keeps_its_marks(tokenizer):

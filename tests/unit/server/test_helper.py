@@ -30,36 +30,26 @@ async def refused(waiting):
     return caught.value.status
 
 
-async def test_who_is_being_prepared_when_the_server_ends_is_told():
-    pids = []
-    silent = pretender("sleep", "60", first=DONE, pids=pids)  # confirms its setup, and then never answers
-    made = Helper(lambda: SETUP, 60.0, 8, silent)
-    waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
-    await until(lambda: pids)
-    await asyncio.sleep(0.05)
-    made.refuse()
-    assert [await refused(w) for w in waiting] == [503] * 3
-    assert await refused(asyncio.ensure_future(made.ask(RENDER, "messages"))) == 503
-    await made.close()
-    await until(lambda: not Path(f"/proc/{pids[0]}").exists())
-    assert len(pids) == 1, "nothing is left behind, or started anew"
-
-
-async def test_nothing_is_started_after_the_end():
-    """The server ends while a helper's process is being started."""
+@pytest.mark.parametrize("starting", [False, True])
+async def test_who_is_being_prepared_when_the_server_ends_is_told(starting):
+    """Also while the helper's process is being started; none is left behind, or started anew."""
     pids = []
 
-    def slow():
-        time.sleep(0.3)
+    def setup():
+        time.sleep(0.3 if starting else 0.0)
         return SETUP
 
-    made = Helper(slow, 60.0, 8, pretender("sleep", "60", first=DONE, pids=pids))
-    waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    silent = pretender("sleep", "60", first=DONE, pids=pids)  # confirms its setup, and then never answers
+    made = Helper(setup, 60.0, 8, silent)
+    waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
+    await (asyncio.sleep(0.1) if starting else until(lambda: pids))
+    made.refuse()
+    waiting.append(asyncio.ensure_future(made.ask(RENDER, "messages")))
+    assert [await refused(w) for w in waiting] == [503] * 4
     await made.close()
-    assert [await refused(w) for w in waiting] == [503] * 2
-    await asyncio.sleep(0.4)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    await asyncio.sleep(0.4 if starting else 0.0)
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert len(pids) <= 1
 
 
 def _sleep():
