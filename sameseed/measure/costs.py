@@ -27,23 +27,19 @@ Report = Callable[[str, float, float], None]  # stage, done, total
 
 @dataclass(frozen=True)
 class Cost:
-    """A pass over a chain of `rows` new tokens after `context` cached tokens: median milliseconds, and c(rows).
-
-    `memory_ms` and `compute_ms`: the time that reading and arithmetic would take at the machine's limits. `p10`, `p90`:
-    percentiles of the milliseconds.
-    """
+    """A pass over a chain of `rows` new tokens after `context` cached ones. Times in milliseconds."""
 
     format: str
     kv_format: str
     context: int
     rows: int
-    ms: float
-    c: float
-    p10: float
+    ms: float  # median
+    c: float  # `ms` over that of one row
+    p10: float  # percentiles of the milliseconds
     p90: float
     repeats: int
-    memory_ms: float
-    compute_ms: float
+    memory_ms: float  # what reading would take at the machine's limits
+    compute_ms: float  # the same of the arithmetic
 
 
 @dataclass(frozen=True)
@@ -78,22 +74,17 @@ class BatchDecode:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model in one format: its size, the bytes read for one token, and the cost of loading.
-
-    `bytes_per_token`: weights, and the KV cache of the first context. `bandwidth_share`: the time to read those bytes
-    at the machine's limit, divided by the measured time of one row. `peak`: arithmetic of the matrix products, "int8",
-    "bf16" or "fp32". `load_peak_bytes`: peak memory while loading, less the memory that was resident before.
-    """
+    """A model in one format: its size, and the cost of loading."""
 
     format: str
     kv_format: str
     bytes: int
-    bytes_per_token: float
+    bytes_per_token: float  # that one token reads: weights, and the KV cache of the first context
     cache_bytes: int
-    bandwidth_share: float | None
-    peak: str
+    bandwidth_share: float | None  # least time to read those at the machine's limit, over the time of one row
+    peak: str  # arithmetic of the matrix products: "int8", "bf16" or "fp32"
     load_s: float
-    load_peak_bytes: int
+    load_peak_bytes: int  # peak memory while loading, less the memory that was resident before
 
 
 @dataclass(frozen=True)

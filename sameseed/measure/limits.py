@@ -22,17 +22,12 @@ KINDS = ("int8", "fp32", "bf16")
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates of all repetitions by kind: "read" in bytes per second, KINDS in operations (a multiply-add counts as two).
-
-    The best of its repetitions is a kind's limit, because disturbances can only lower a rate. Kinds for which the CPU
-    has no instruction are left out. `instructions`: the instruction used for each kind. `source`: "native", or "torch"
-    if PyTorch measured (no native module, or a GPU).
-    """
+    """Rates of all repetitions; the best is a kind's limit, because disturbances can only lower a rate."""
 
     threads: int
-    rates: Mapping[str, tuple[float, ...]]
-    instructions: Mapping[str, str]
-    source: str
+    rates: Mapping[str, tuple[float, ...]]  # "read" in bytes/s; KINDS in operations/s (a multiply-add is two)
+    instructions: Mapping[str, str]  # used for each kind
+    source: str  # "native", or "torch": PyTorch measured (no native module, or a GPU)
 
     def best(self, kind: str) -> float | None:
         """The limit of a kind; None without an instruction for it."""

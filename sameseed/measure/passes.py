@@ -33,9 +33,8 @@ SHORT = 5e-3  # seconds: a shorter pass is run twice, and only the second run is
 class Pass:
     """One kind of forward pass, with `context` cached tokens per sequence.
 
-    "chain": `rows` new tokens of one sequence, one pending token and the others drafted, with logits of all of them, as
-    in verification. "prefill": a prompt of `rows` tokens, with logits of the last one. "batch": one pending token for
-    each of `rows` sequences.
+    "chain": `rows` new tokens of one sequence, a pending one and drafted ones, with logits of all. "prefill": a prompt
+    of `rows` tokens, with logits of the last. "batch": one pending token for each of `rows` sequences.
     """
 
     kind: str
@@ -59,15 +58,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class ProfileGrid:
-    """What a profile measures. `formats` are scheme names; 1 is always added to `rows`, because c is relative to it.
+    """What a profile measures. Raises ConfigError or RegistryError for a value out of range."""
 
-    `seconds`: time budget of all passes together. `repeats`: most runs of one pass; the least is normally three.
-    `draft`: a second shape (or model folder), measured interleaved with the first, in `draft_formats`. `layers`: of the
-    shape only its first so many. Raises ConfigError or RegistryError for a value out of range.
-    """
-
-    formats: tuple[str, ...] = ("bf16",)
-    rows: tuple[int, ...] = within((1, 2, 4, 8, 16), 1, MAX_CHAIN)
+    formats: tuple[str, ...] = ("bf16",)  # names of schemes
+    rows: tuple[int, ...] = within((1, 2, 4, 8, 16), 1, MAX_CHAIN)  # and always 1, because c is relative to it
     contexts: tuple[int, ...] = within((256,), 1)
     kv_format: str = "auto"
     prefill_tokens: int = within(512, 0)
@@ -75,11 +69,11 @@ class ProfileGrid:
     threads: int | None = within(None, 1)
     backend: str = "auto"
     device: str = "cpu"
-    repeats: int = within(30, 1)
-    seconds: float = within(60.0, 0, above=True)
-    draft: str | None = None
+    repeats: int = within(30, 1)  # most runs of one pass; the least is normally three
+    seconds: float = within(60.0, 0, above=True)  # time budget of all passes together
+    draft: str | None = None  # a second shape or model, measured interleaved with the first
     draft_formats: tuple[str, ...] = ("auto",)
-    layers: int | None = within(None, 1)
+    layers: int | None = within(None, 1)  # of the shape only its first so many
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -127,15 +121,12 @@ class PassWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What passes of a model read and compute. `read`: bytes of the weights that a pass reads.
-
-    `row`: bytes of a cached token. `peak`: the arithmetic of its matrix products, as in `Limits.peak`.
-    """
+    """What passes of a model read and compute."""
 
     config: ModelConfig
-    read: float
-    row: int
-    peak: str
+    read: float  # bytes of the weights that a pass reads
+    row: int  # bytes of a cached token
+    peak: str  # of its matrix products, as in `Limits.peak`
 
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
         """The least work of a pass over `new_tokens` tokens of each of `batch` sequences after `context` cached ones.

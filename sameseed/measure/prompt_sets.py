@@ -24,19 +24,15 @@ TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # other
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a conversation, with its domain. With both, the text serves models without a template.
-
-    `then`: later turns of the user, each after an answer. `clip`: most tokens of the text to use. `stop`: strings at
-    which an answer ends.
-    """
+    """A text, or the messages of a conversation. With both, the text serves models without a template."""
 
     id: str
     domain: str
     text: str | None = None
     messages: tuple[dict[str, str], ...] = ()
-    then: tuple[str, ...] = ()
-    clip: int | None = None
-    stop: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()  # later turns of the user, each after an answer
+    clip: int | None = None  # most tokens of the text to use
+    stop: tuple[str, ...] = ()  # strings at which an answer ends
 
     @property
     def said(self) -> str:

@@ -26,18 +26,14 @@ COUNTED = ("cpu_s", "cpu_j", "gpu_j", "launches")  # what a `Meter` counts besid
 
 @dataclass
 class Usage:
-    """Use of the machine in `seconds` of wall time.
-
-    `cpu_s`: CPU seconds, summed over threads. `cpu_j`, `gpu_j`: joules. `gpu_s`: seconds times GPU utilization (0 to
-    1), sampled by NVML at the end. `launches`: of kernels, on the CPU and the GPU (`ops.num_launches`).
-    """
+    """Use of the machine in `seconds` of wall time."""
 
     seconds: float = 0.0
-    cpu_s: float | None = 0.0
-    cpu_j: float | None = 0.0
+    cpu_s: float | None = 0.0  # CPU seconds, summed over threads
+    cpu_j: float | None = 0.0  # joules
     gpu_j: float | None = 0.0
-    gpu_s: float | None = 0.0
-    launches: float | None = 0
+    gpu_s: float | None = 0.0  # seconds times the utilization (0 to 1) that NVML tells at the end
+    launches: float | None = 0  # of kernels, as by `ops.num_launches`
 
     def add(self, other: Usage) -> None:
         """Add another measurement to this one, in place; what one of both lacks, the sum lacks."""

@@ -71,16 +71,13 @@ def check_batches(sizes: Seq[int], num_prompts: int) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Encoded prompts, their sampling parameters, how many run together (`batch_size`), and their name for records.
-
-    `stops`: stop strings of each prompt besides those of `params`, one tuple per prompt; empty: none.
-    """
+    """Encoded prompts with their sampling parameters, and their name for records."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
-    batch_size: int = 1
-    stops: tuple[tuple[str, ...], ...] = ()
+    batch_size: int = 1  # how many run together
+    stops: tuple[tuple[str, ...], ...] = ()  # of each prompt, besides those of `params`; empty: none
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -45,15 +45,11 @@ Tell = Callable[[str, int, int], None]  # (stage, number done, total)
 
 @dataclass(frozen=True)
 class TrialRun:
-    """The rounds of one run, without the first of each output, which the prompt's pass decides.
-
-    `drafts` int [n, 2]: drafted and accepted tokens of each round with a draft. `shares`: for each drafter that is
-    asked in turn, the share of rounds with a draft of its own.
-    """
+    """The rounds of one run, without the first of each output, which the prompt's pass decides."""
 
     num_rounds: int
-    drafts: NDArray[np.int64]
-    shares: tuple[float, ...]
+    drafts: NDArray[np.int64]  # int [n, 2]: drafted and accepted tokens of each round with a draft
+    shares: tuple[float, ...]  # of rounds with a draft, by each drafter that is asked in turn
 
     @classmethod
     def of(cls, run: Run, in_turn: bool) -> TrialRun:

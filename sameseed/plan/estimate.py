@@ -54,21 +54,18 @@ CONTEXT, PROMPT = 1024, 512  # tokens of a text and of its prompt, where none ar
 
 @dataclass(frozen=True)
 class Question:
-    """What to estimate. `formats` empty: the usual ones; `available`: bytes of memory, None for this machine's.
-
-    `acceptance`: for each draft what `read_acceptance` takes; a single entry serves all.
-    """
+    """What to estimate."""
 
     model: str
-    formats: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()  # empty: the usual ones
     kv_format: str = "auto"
     drafts: tuple[str, ...] = ()
     draft_format: str = "auto"
-    acceptance: tuple[str, ...] = ()
+    acceptance: tuple[str, ...] = ()  # for each draft what `read_acceptance` takes; a single entry serves all
     context: int | None = within(None, 1)
     prompt_tokens: int | None = within(None, 1)
     batches: tuple[int, ...] = within((1, 8), 1, 4096)
-    available: int | None = None
+    available: int | None = None  # bytes of memory; None: this machine's
 
     def __post_init__(self) -> None:
         check_ranges(self, lambda name: "--batch" if name == "batches" else flag(name))
@@ -97,25 +94,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for one format of a model.
-
-    `num_speculative_tokens_per_batch_size` (vLLM's name): for each draft, the best lengths as (first, last, length).
-    `acceptance`: for each draft, the source of its chances. `loss`: the likely loss of quality in words; "" for the
-    checkpoint's own bits. `experts`: how many rows choose, and the source of that; "" for a model without them.
-    """
+    """The estimate for one format of a model. `num_speculative_tokens_per_batch_size`: vLLM's name for best lengths."""
 
     model: str
     context: int
     prompt_tokens: int
     speeds: tuple[DraftSpeed, ...]
     num_speculative_tokens_per_batch_size: Mapping[str, tuple[tuple[int, int, int], ...]]
-    acceptance: Mapping[str, str]
+    acceptance: Mapping[str, str]  # for each draft, the source of its chances
     format: str
     kv_format: str
     memory: Memory
     ttft_s: TunedFigure
-    loss: str
-    experts: str
+    loss: str  # the likely loss of quality in words; "" for the checkpoint's own bits
+    experts: str  # how many rows choose, and the source of that; "" for a model without them
 
 
 def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:

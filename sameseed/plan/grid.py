@@ -41,35 +41,31 @@ def parse_slo(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What to tune. `drafts`: as --draft takes them, each in each of `draft_formats` and with each of
-    `draft_vocabularies` (as --draft-vocabulary, or "all") where it has a model.
+    """What to tune. Raises ConfigError for a value out of range.
 
     `objective`: "latency" looks at the smallest of `batches`, "throughput" at the largest, "balanced" at their
-    geometric mean, "ttft" at the time to the first token, "memory" at bytes. `slo`: as by `parse_slo`.
-    `quality`: upper limit of a format's perplexity over the checkpoint's, on `quality_tokens` tokens of `quality_text`.
-    `threads`: CPU threads; None for the backend's own number. `seconds`: for everything. `held_out`: further prompts,
-    which choose nothing and judge the choice afterwards. `only`: run this setting alone, beside plain decoding.
+    geometric mean, "ttft" at the time to the first token, "memory" at bytes.
     """
 
     model: str
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    drafts: tuple[str, ...]
+    drafts: tuple[str, ...]  # as --draft takes them
     formats: tuple[str, ...] = ("auto",)
     kv_formats: tuple[str, ...] = ("auto",)
-    draft_formats: tuple[str, ...] = ("auto",)
-    draft_vocabularies: tuple[str, ...] = ("all",)
+    draft_formats: tuple[str, ...] = ("auto",)  # of each draft that has a model
+    draft_vocabularies: tuple[str, ...] = ("all",)  # the same: as --draft-vocabulary, or "all"
     batches: tuple[int, ...] = within((1, 4), 1)
-    threads: tuple[int | None, ...] = (None,)
+    threads: tuple[int | None, ...] = (None,)  # of the CPU; None: the backend's own number
     objective: str = "balanced"
-    slo: Mapping[str, float] = field(default_factory=dict)
-    quality: float = within(1.03, 1, 100)
+    slo: Mapping[str, float] = field(default_factory=dict)  # as by `parse_slo`
+    quality: float = within(1.03, 1, 100)  # most that a format's perplexity may be over the checkpoint's
     quality_text: str = ""
-    quality_tokens: int = 2048
-    seconds: float = within(120.0, 5, LARGEST)
-    held_out: tuple[Prompt, ...] = ()
+    quality_tokens: int = 2048  # of `quality_text`
+    seconds: float = within(120.0, 5, LARGEST)  # for everything
+    held_out: tuple[Prompt, ...] = ()  # further prompts, which choose nothing and judge the choice afterwards
     settings: Mapping[str, Any] = field(default_factory=dict)  # further settings of LLM: backend, device
-    only: Setting | None = None
+    only: Setting | None = None  # run this setting alone, beside plain decoding
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:

@@ -24,23 +24,18 @@ PROGRAM, TOKEN = 252 << 20, 900
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes. `start`: of the process once it is loaded. `peak`: with the cache full, in a pass. `program`: of
-    interpreter and tokenizer, where these must fit in `available`, too.
-
-    `max_context`: the longest text of each sequence, by number of sequences; `max_batch`: most sequences of the asked
-    context.
-    """
+    """Memory in bytes."""
 
     available: int
-    program: int
+    program: int  # interpreter and tokenizer, where these must fit in `available`, too
     weights: int
     draft_weights: int
     cache_per_token: int
     cache: int
-    start: int
-    peak: TunedFigure
-    max_context: Mapping[int, int]
-    max_batch: int
+    start: int  # of the process once it is loaded
+    peak: TunedFigure  # with the cache full, in a pass
+    max_context: Mapping[int, int]  # the longest text of each sequence, by number of sequences
+    max_batch: int  # most sequences of the asked context
 
 
 def memory(

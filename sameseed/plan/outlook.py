@@ -26,15 +26,12 @@ USUAL = 16  # rows at which a pass is off by a spread more than one row; it grow
 
 @dataclass(frozen=True)
 class AcceptChances:
-    """Chance, from `low` to `high`, that each place of a draft is right where all before were; the last chance repeats.
+    """Chance that each place of a draft is right where all before were; the last one repeats."""
 
-    `source`: where the chances come from, in words; `assumed`: they come from no file and no measurement.
-    """
-
-    low: tuple[float, ...]
+    low: tuple[float, ...]  # ends of their range
     high: tuple[float, ...]
-    source: str
-    assumed: bool = False
+    source: str  # in words
+    assumed: bool = False  # they come from no file and no measurement
 
     def at(self, place: float) -> PlaceRates:
         """The chances at a place of their range: 0 is low, 1 is high."""
@@ -82,19 +79,16 @@ def _from_file(path: Path) -> AcceptChances:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft: its proposals, its acceptance, and the bytes of its weights, a row of its cache, and a pass.
-
-    `grade`, `spread`: those of the proposals' costs; None for a search in a text, which costs next to nothing.
-    """
+    """A draft: its proposals, and its acceptance."""
 
     text: str
     steps: Proposal
     acceptance: AcceptChances
-    weights: int = 0
-    row: int = 0
-    passing: int = 0
-    grade: str | None = None
-    spread: float = 0.0
+    weights: int = 0  # bytes
+    row: int = 0  # bytes of a row of its cache
+    passing: int = 0  # bytes of a pass
+    grade: str | None = None  # of the proposals' costs; None for a search in a text, which costs next to nothing
+    spread: float = 0.0  # the same
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,12 @@ GAP = 0.35e-3  # seconds outside the models: the median overhead_ms_per_round in
 
 @dataclass(frozen=True)
 class Sheet(ModelWork):
-    """A model before it is loaded.
+    """A model before it is loaded."""
 
-    `name`: of its weight format; `weights`: bytes of all weights; `loss`: what rounding to the format is likely to cost
-    in quality, in words.
-    """
-
-    name: str
+    name: str  # of its weight format
     kv_format: str
-    weights: int
-    loss: str = ""
+    weights: int  # bytes of all of them
+    loss: str = ""  # what rounding to the format is likely to cost in quality, in words
 
     def seconds(self, limits: Limits, batch: int, new_tokens: int, context: int, prompt: bool = False) -> float:
         """Seconds of a pass (see `work`) on a machine with these limits."""

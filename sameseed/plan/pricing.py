@@ -16,24 +16,21 @@ MARGIN = 0.98  # share of break-even above which a round is held to pay
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of an engine. `k`: draft tokens; `survival[i]`: share of drafts whose token at place i was accepted.
+    """The rounds of an engine; seconds are of a mean round.
 
-    `length`: tokens that a round with a draft decides, the bonus token included. `drafted`: share of rounds that had a
-    draft. Seconds are of a mean round: `round_s` from one round to the next; `draft_s` and `target_s` are its parts in
-    the models, where the engine says so. `known`: measured costs of rounds; without those of drafts, the engine's own
-    time for them counts.
+    `known`: measured costs of rounds; without those of drafts, the engine's own time for them counts.
     """
 
     counted: Counted
-    k: float
-    length: float
-    survival: tuple[float, ...]
+    k: float  # draft tokens
+    length: float  # tokens that a round with a draft decides, the bonus token included
+    survival: tuple[float, ...]  # share of drafts whose token at each place was accepted
     batch: float
-    round_s: float | None = None
-    draft_s: float | None = None
+    round_s: float | None = None  # from one round to the next
+    draft_s: float | None = None  # its parts in the models, where the engine says so
     target_s: float | None = None
     overhead_s: float | None = None
-    drafted: float = 1.0
+    drafted: float = 1.0  # share of rounds that had a draft
     known: RoundCost | None = None
     plain_tokens_per_s: float | None = None
 

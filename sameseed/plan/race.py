@@ -34,19 +34,15 @@ SETTLED = 1.04  # ratio of the ends of the interval over plain decoding at which
 
 @dataclass
 class Contestant:
-    """A setting, with what is predicted and, once it runs, measured, both by batch size.
-
-    `promised`, `rounds`: predicted tokens/s, and the predicted mean round. `num_bytes`: weights of target and drafts,
-    and the cache of the longest texts at the batch size looked at. `runs`: of each batch of prompts, in their order.
-    """
+    """A setting, with what is predicted and, once it runs, measured, both by batch size."""
 
     setting: Setting
     engine: Callable[[], Engine]
     jobs: Seq[Job]  # by prompt number
-    promised: dict[int, float] = field(default_factory=dict)
-    rounds: dict[int, Expected] = field(default_factory=dict)
-    num_bytes: int = 0
-    runs: dict[int, list[Run]] = field(default_factory=dict)
+    promised: dict[int, float] = field(default_factory=dict)  # predicted tokens/s
+    rounds: dict[int, Expected] = field(default_factory=dict)  # the predicted mean round
+    num_bytes: int = 0  # weights of target and drafts, and the cache of the longest texts at the batch size looked at
+    runs: dict[int, list[Run]] = field(default_factory=dict)  # of each batch of prompts, in their order
     out_at: int | None = None  # number of prompts after which it dropped out
 
     @property

@@ -37,27 +37,20 @@ RACE_SHARE = 0.9  # share of the time left for the race
 
 @dataclass(frozen=True)
 class TuneOutcome:
-    """Results of tuning. `order`: settings that ran, the best (or `asked.only`) first; `plain`: plain decoding in the
-    first format.
-
-    `prospects`: all that were predicted; `lost`: what could not be tried, and why; `differing`: labels of settings
-    whose texts differ from plain decoding in their format (if there are any, something is broken). `quality`:
-    perplexity ratios by formats. `missed`: the bounds that even the best does not keep. `held_out`: all settings, to
-    run on the prompts held out.
-    """
+    """Results of tuning."""
 
     asked: TuneRequest
-    order: list[Contestant]
-    plain: Contestant
-    prospects: list[Contestant]
+    order: list[Contestant]  # settings that ran, the best (or `asked.only`) first
+    plain: Contestant  # plain decoding in the first format
+    prospects: list[Contestant]  # all that were predicted
     trials: Mapping[str, Trial]
-    lost: list[Loser]
-    differing: list[str]
+    lost: list[Loser]  # what could not be tried, and why
+    differing: list[str]  # labels of settings whose texts differ from plain decoding's: something is broken
     seconds: float
-    quality: quality.Ratios = field(default_factory=dict)
-    missed: str | None = None
+    quality: quality.Ratios = field(default_factory=dict)  # perplexity ratios by formats
+    missed: str | None = None  # the bounds that even the best does not keep
     by_batch: tuple[tuple[int, int], ...] = ()  # (first batch, length) rows of the chosen draft
-    held_out: Seq[Contestant] = ()
+    held_out: Seq[Contestant] = ()  # all settings, to run on the prompts held out
 
     @property
     def best(self) -> Contestant:

@@ -27,19 +27,15 @@ Spread = Seq[tuple[float, float]]  # low and high of each point
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour, which its label decides; a label may stand in several panels.
-
-    `spread` of y: a band, or intervals; `spread_x` and `names` are for points. A `published` series is grey, and dashed
-    or hatched; its label names paper, model and hardware. A `limit` is a dotted line without points or a legend entry.
-    """
+    """Points of one colour, which its label decides; a label may stand in several panels."""
 
     label: str
     points: Seq[tuple[Any, float]]
-    published: bool = False
-    spread: Spread = ()
-    spread_x: Spread = ()
+    published: bool = False  # grey, and dashed or hatched; the label names paper, model and hardware
+    spread: Spread = ()  # of y: a band, or intervals
+    spread_x: Spread = ()  # of points, as `names`
     names: Seq[str] = ()
-    limit: bool = False
+    limit: bool = False  # a dotted line without points or a legend entry
 
 
 def lines(points: Iterable[tuple[str, Any, float, Seq[float]]]) -> list[Series]:
@@ -53,22 +49,18 @@ def lines(points: Iterable[tuple[str, Any, float, Seq[float]]]) -> list[Series]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram. `bars` stand, or lie beside long names (`across`); the points of `points` are not joined.
-
-    `level`: a line at y (of bars that lie: at x, where they begin), e.g. 1 for no gain. `diagonal`: x = y. `top`: where
-    the axis ends, for panels with one scale.
-    """
+    """One diagram."""
 
     title: str
     x: str
     series: Seq[Series]
-    kind: Literal["lines", "bars", "across", "points"] = "lines"
+    kind: Literal["lines", "bars", "across", "points"] = "lines"  # `bars` stand, or lie beside long names (`across`)
     y: str = ""
-    level: float | None = None
+    level: float | None = None  # a line at this y (at x where bars lie, and begin), e.g. 1 for no gain
     stacked: bool = False
-    diagonal: bool = False
+    diagonal: bool = False  # x = y
     form: str = ""  # number format of values beside bars that lie
-    top: float | None = None
+    top: float | None = None  # where the axis ends, for panels with one scale
 
 
 def shown(panels: Iterable[Panel]) -> list[Panel]:

@@ -104,19 +104,15 @@ WRONG = {f"HTTP {code}" for code in (400, 401, 403, 404, 405, 413, 415, 422)}  #
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Settings of a load test. `num_requests` None: four per client, at least eight.
-
-    `max_seconds`: time of one run of an arm after which nothing more is sent; pending answers are still awaited. `fit`:
-    scale all shapes down if the longest does not fit the server's context. Raises ConfigError for a value out of range.
-    """
+    """Settings of a load test. Raises ConfigError for a value out of range."""
 
     shapes: tuple[Shape, ...]
     levels: tuple[LoadLevel, ...]
     prompts: str = "text"
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     seed: int = 1
-    num_requests: int | None = within(None, 1)
-    max_seconds: float | None = within(None, 0, above=True)
+    num_requests: int | None = within(None, 1)  # None: four per client, at least eight
+    max_seconds: float | None = within(None, 0, above=True)  # of one run of an arm; then nothing more is sent
     warm_up: int = within(2, 0)
     repeat: int = within(3, 1)
     ttft_slo: float | None = None  # seconds
@@ -124,7 +120,7 @@ class LoadSettings:
     timeout: float = within(600.0, 0, above=True)
     max_retries: int = within(5, 0)
     strict: bool = False
-    fit: bool = False
+    fit: bool = False  # scale all shapes down if the longest does not fit the server's context
 
     def __post_init__(self) -> None:
         check_ranges(self, flag)

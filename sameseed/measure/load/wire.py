@@ -50,23 +50,18 @@ class Endpoint:
 
 @dataclass
 class Exchange:
-    """One request, and what `outcome.read` finds in its chunks. Times in seconds of `time.perf_counter`.
+    """One request, and what `outcome.read` finds in its chunks. Times in seconds of `time.perf_counter`."""
 
-    `sent`: the first try. `error`: kind of error, None if there was none; if set, the other fields hold what arrived
-    before it. `arrivals`: times of the chunks with tokens. `sizes`: tokens in each of these chunks; empty if unknown.
-    `counted`: the source of `num_output`: "usage", "token ids", or "chunks" (too low if tokens arrive together).
-    """
-
-    sent: float
+    sent: float  # the first try
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     retries: int = 0
-    error: str | None = None
+    error: str | None = None  # its kind; the other fields then hold what arrived before it
     detail: str = ""
-    arrivals: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of the chunks with tokens
+    sizes: list[int] = field(default_factory=list)  # tokens in each of these chunks; empty if unknown
     num_output: int = 0
     num_prompt: int | None = None
-    counted: str = "chunks"
+    counted: str = "chunks"  # "usage", "token ids" or "chunks" (too low if tokens arrive together)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)  # empty if the server does not tell
     metrics: Mapping[str, Any] = field(default_factory=dict)  # the server's own; speculation in vLLM's form

@@ -46,16 +46,12 @@ Measured = tuple[dict[str, object], dict[str, Any]]  # formats, figures
 
 @dataclass(frozen=True)
 class Comparing:
-    """Settings of a comparison. `draft` None: the embedded draft if the baseline has its tokenizer, else ngram.
-
-    `speculation`: further keyword arguments of `make_config` for the draft: draft_format, draft_options, confidence,
-    policy.
-    """
+    """Settings of a comparison."""
 
     quality: EvalSettings = field(default_factory=lambda: EvalSettings(tokens=COMPARE_TOKENS))
-    draft: str | SpecConfig | None = None
+    draft: str | SpecConfig | None = None  # None: the embedded draft if the baseline has its tokenizer, else ngram
     num_draft_tokens: int = 4
-    speculation: dict[str, Any] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=dict)  # further arguments of `make_config` for the draft
     prompts: Path = DEFAULT_PROMPTS
     num_prompts: int | None = 12
     max_tokens: int = 64

@@ -18,17 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataSet:
-    """One data set: possible names of its file (each also with .gz), and its place on the hub (repository, file).
-
-    `fields`: required fields of each row, with their types; None: the set is plain text. `source`: where to fetch a set
-    that is not on the hub.
-    """
+    """One data set, in a file of a folder or on the hub."""
 
     name: str
-    files: tuple[str, ...]
-    hub: tuple[str, str] | None
-    fields: Mapping[str, type] | None = None
-    source: str = ""
+    files: tuple[str, ...]  # its possible names, each also with .gz
+    hub: tuple[str, str] | None  # repository and file
+    fields: Mapping[str, type] | None = None  # that each row must have, with their types; None: plain text
+    source: str = ""  # where to fetch a set that is not on the hub
 
 
 FIRST = "-00000-of-00001.parquet"

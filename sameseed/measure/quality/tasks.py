@@ -53,26 +53,20 @@ NAMES = (PERPLEXITY, *TASKS)
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What to measure: tasks with the folder of their data (None: the hub), and how answers are generated.
-
-    `limit`: number of questions of each task. `chat`: put each prompt into the model's chat template, as one user
-    message. `max_tokens` None: each task's own limit. `seed`: of sampled answers and of the bootstrap intervals.
-    `text`: the file for perplexity (None: the WikiText-2 test set); `tokens`: the most of its tokens. Raises
-    ConfigError for a number out of range.
-    """
+    """What to measure, and how answers are generated. Raises ConfigError for a number out of range."""
 
     tasks: tuple[str, ...] = (PERPLEXITY,)
-    data: Path | None = None
-    limit: int | None = within(None, 1)
-    chat: bool = False
+    data: Path | None = None  # folder of the tasks' data; None: the hub
+    limit: int | None = within(None, 1)  # number of questions of each task
+    chat: bool = False  # put each prompt into the model's chat template, as one user message
     temperature: float = 0.0
     top_p: float = 1.0
-    max_tokens: int | None = None
-    seed: int = 0
-    text: Path | None = None
+    max_tokens: int | None = None  # None: each task's own limit
+    seed: int = 0  # of sampled answers and of the bootstrap intervals
+    text: Path | None = None  # for perplexity; None: the WikiText-2 test set
     window: int = within(WINDOW, 2)
     stride: int = within(STRIDE, 1)
-    tokens: int | None = within(None, 2)
+    tokens: int | None = within(None, 2)  # most tokens of the text
 
     def __post_init__(self) -> None:
         check_ranges(self, flag)
