@@ -1,8 +1,4 @@
-"""Cost curves: how long one forward pass over M rows takes in each number format, and the record of the measurement.
-
-c(M) is the time of a pass over M rows divided by the time of a pass over one row: the cost of verifying a draft. The
-planner (`sameseed.plan`) reads these profiles.
-"""
+"""Cost curves: how long a pass over M rows takes in each number format, and c(M), that time over one row's."""
 
 from __future__ import annotations
 

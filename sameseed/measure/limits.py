@@ -66,10 +66,7 @@ class Limits:
 
 
 def measure_limits(threads: int, repeats: int = REPEATS, device: str = "cpu") -> Limits:
-    """Measure this machine with `threads` threads. The backends must already use that number. Takes about a second.
-
-    On a GPU: the bandwidth of PyTorch's copy (each byte counts twice, read and written), and PyTorch's matrix products.
-    """
+    """Measure this machine with `threads` threads, which the backends must already use; on a GPU as PyTorch does."""
     native = "cpu" in registry.names("ops") and registry.load("ops", "cpu").unavailable() is None
     if device != "cpu" or not native:
         return _torch_limits(threads, repeats, torch.device(device))

@@ -129,10 +129,7 @@ class ModelWork:
     peak: str  # of its matrix products, as in `Limits.peak`
 
     def work(self, batch: int, new_tokens: int, context: int, prompt: bool = False) -> PassWork:
-        """The least work of a pass over `new_tokens` tokens of each of `batch` sequences after `context` cached ones.
-
-        In a pass over a `prompt`, only the last token has logits.
-        """
+        """The least work of a pass of `batch` sequences; in one over a `prompt`, only the last token has logits."""
         c, rows = self.config, batch * new_tokens
         matrix_ops = 2.0 * (
             c.row_parameters * rows + c.vocab_size * c.hidden_size * batch * (1 if prompt else new_tokens)

@@ -151,10 +151,7 @@ def arms(specs: Seq[SpecConfig], ks: Seq[int] | None) -> list[Arm]:
 
 
 def spec_as_dict(spec: SpecConfig) -> dict[str, object]:
-    """A SpecConfig as plain data for a record, with all options, and draft models of all levels by name, without paths.
-
-    Raises ConfigError or RegistryError for bad ones.
-    """
+    """A SpecConfig with all options and levels as plain data, without paths. Raises ConfigError or RegistryError."""
     return {
         "draft": spec.method,
         "draft_model": None if spec.model is None else model_name(spec.model),

@@ -1,8 +1,4 @@
-"""The settings of the grid: the speed that each promises, from costs and acceptance, and which settings run.
-
-Passes are timed without a text, and a short run of each draft counts what is accepted. Both predict every setting, by
-the mean round; the race that follows decides.
-"""
+"""The settings of the grid: the speed that each promises by costs and counted acceptance, and which of them run."""
 
 from __future__ import annotations
 

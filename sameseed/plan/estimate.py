@@ -1,8 +1,4 @@
-"""Estimate: memory and speed of a model, plain and with drafts, before any weight is loaded.
-
-Every figure has an 80 % interval and a grade: "paper" (config.json and the machine's limits) or "profiled" (measured
-costs). Acceptance chances come from a file or are assumed, which the output then says.
-"""
+"""Estimate: memory and speed of a model before it is loaded; each figure with an 80 % interval and a grade."""
 
 from __future__ import annotations
 

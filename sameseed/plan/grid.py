@@ -26,10 +26,7 @@ LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a m
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Bounds in seconds that nine of ten requests must keep, from text such as 'ttft<2s' or 'ttft<2s,itl<50ms'.
-
-    By name: "ttft" (time to first token), "itl" (a later token). Raises ConfigError for anything else.
-    """
+    """Bounds by name, in seconds, that nine of ten requests keep, from 'ttft<2s,itl<50ms'. Raises ConfigError."""
     found = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)

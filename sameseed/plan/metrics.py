@@ -29,13 +29,10 @@ def _by(label: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Counted:
-    """Counters at one moment, or their increase between two; gauges are means. None: the engine does not say.
-
-    Times are in seconds. `drafts` counts rounds with a draft, once for each sequence.
-    """
+    """Counters at one moment, or their increase between two (seconds); gauges are means. None: not told."""
 
     engine: str
-    drafts: float | None = _counter("spec_decode_num_drafts")
+    drafts: float | None = _counter("spec_decode_num_drafts")  # rounds with a draft, of each sequence
     draft_tokens: float | None = _counter("spec_decode_num_draft_tokens")
     accepted: float | None = _counter("spec_decode_num_accepted_tokens")
     tokens: float | None = _counter("generation_tokens", "tokens_predicted")

@@ -1,7 +1,4 @@
-"""Outlook: the speed of rounds with drafts, from costs and chances of acceptance, with 80 % intervals.
-
-Draft lengths are fixed, and a chance depends on the place in the draft alone, so no text is needed.
-"""
+"""Outlook: the speed of rounds with fixed draft lengths, from costs and chances by place, in 80 % intervals."""
 
 from __future__ import annotations
 

@@ -16,10 +16,7 @@ MARGIN = 0.98  # share of break-even above which a round is held to pay
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of an engine; seconds are of a mean round.
-
-    `known`: measured costs of rounds; without those of drafts, the engine's own time for them counts.
-    """
+    """The rounds of an engine; seconds are of a mean round."""
 
     counted: Counted
     k: float  # draft tokens
@@ -31,7 +28,7 @@ class Rounds:
     target_s: float | None = None
     overhead_s: float | None = None
     drafted: float = 1.0  # share of rounds that had a draft
-    known: RoundCost | None = None
+    known: RoundCost | None = None  # measured costs; where these lack a draft's, the engine's own time for it counts
     plain_tokens_per_s: float | None = None
 
     @property

@@ -1,8 +1,4 @@
-"""Tuning: chooses the draft, the formats and the draft length for one model, machine and workload.
-
-Every setting of the grid is predicted (`candidates.py`); the best, and plain decoding always, run interleaved on the
-prompts (`race.py`). The winner is written down with its predicted and its measured figures.
-"""
+"""Tuning: chooses draft, formats and draft length for a model, machine and workload, by prediction and a race."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The load test: in each repetition, all arms run interleaved over the same prompts and seeds.
-
-Requests are sent by clients that wait for each answer (closed loop), or on a schedule (open loop).
-"""
+"""The load test: all arms run interleaved over the same prompts and seeds, in a closed loop or an open one."""
 
 from __future__ import annotations
 

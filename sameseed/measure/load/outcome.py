@@ -88,10 +88,7 @@ def spread_ms(seconds: Seq[float]) -> dict[str, float | None]:
 
 
 def summarize(outcomes: Seq[Exchange], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
-    """The metrics of one repetition. Failed requests count as requests, but not in tokens or times.
-
-    A good answer keeps both bounds, in seconds; one of a single token has no TPOT.
-    """
+    """The metrics of one repetition; a good answer keeps both bounds (s). Failed requests count as requests alone."""
     done = [o for o in outcomes if o.error is None]
     start = min((o.sent for o in outcomes), default=0.0)
     seconds = max((o.arrivals[-1] for o in done), default=start) - start

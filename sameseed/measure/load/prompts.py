@@ -52,10 +52,7 @@ def parse_shape(text: str, scale: float) -> Shape:
 
 
 class PromptSource:
-    """Prompts of a kind: "text" (packaged texts in random order), "random" (tokens of them), or a file's name.
-
-    The first two are cut to a length in the server's tokens, or by characters if it cannot tokenize.
-    """
+    """Prompts, cut to a length: "text" (packaged texts in random order), "random" (tokens of them); or a file's."""
 
     def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, kind: str) -> None:
         """Raises ConfigError for a file that cannot be read."""

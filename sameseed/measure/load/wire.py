@@ -1,7 +1,4 @@
-"""HTTP exchanges: one request, its response chunks with their arrival times, and how it ended.
-
-Nothing is parsed while requests run, because parsing JSON would delay the timing of other requests.
-"""
+"""HTTP exchanges: one request and its chunks with their times; nothing is parsed meanwhile, as that takes time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The process that runs generated code: it restricts itself, runs the code, and reports the result.
-
-`sandbox.run` starts it as a script with only the standard library; it is never imported. It reads one JSON line from
-standard input, and writes its answer to standard output.
-"""
+"""The process that runs generated code, as `sandbox.run` starts it: restricts itself, runs the code, reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compare variants of a model: quality, size, and a format's effect on speculation, which perplexity does not show.
-
-Acceptance is measured twice: with the variant as target and the baseline's draft, and with it as the baseline's draft.
-"""
+"""Compare variants of a model: quality, size, and what a format does to speculation, as target and as draft."""
 
 from __future__ import annotations
 

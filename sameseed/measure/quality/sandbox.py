@@ -31,10 +31,7 @@ RLIMITS |= dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
 
 
 def run(program: str, seconds: float = 10.0) -> str | None:
-    """The error of a program in one line; None where it ran to its end.
-
-    `seconds`: of wall time, and of CPU time. Raises ConfigError on systems without such limits.
-    """
+    """The error of a program, or None. `seconds`: of wall and of CPU time. Raises ConfigError on Windows."""
     if os.name != "posix":
         raise ConfigError("generated code runs only where processes can be limited (Linux, macOS); use one of these")
     token, answer = secrets.token_hex(16), b""

@@ -1,8 +1,4 @@
-"""Evaluation of a loaded model: perplexity and tasks, chosen by name.
-
-HumanEval (Chen et al., 2021) completes functions: pass@1 with one sample each. GSM8K and MMLU-Pro run by
-lm-evaluation-harness (`measure/lm_eval.py`), on rows from a folder or the hub, which are checked.
-"""
+"""Evaluation of a model: perplexity, HumanEval (Chen et al., 2021), and tasks by lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -121,10 +117,7 @@ def counter(report: Callable[[int, int], None], total: int) -> Callable[[], None
 def answer(
     llm: LLM, prompts: Seq[Seq[int]], params: Seq[SamplingParams], report: Callable[[int, int], None]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """The model's answer to each prompt ("" for an empty one), generated together, and a note where some were cut.
-
-    Each prompt has its own seed, so that an answer does not depend on the number of questions.
-    """
+    """The model's answers ("" for an empty prompt), each with a seed of its own, and a note where some were cut."""
     jobs = [
         (tuple(prompt), replace(its, seed=((its.seed or 0) + i) % (MAX_SEED + 1)))
         for i, (prompt, its) in enumerate(zip(prompts, params, strict=True))
