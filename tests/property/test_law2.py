@@ -10,7 +10,6 @@ temperature that is wrong by 4 %, or with 1.5 % of the texts moved to another te
 
 import math
 from collections import Counter
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -205,25 +204,3 @@ def test_derived_seeds():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= s < 2**63 for s in seeds)
     assert derive_seed(7, 0) == 7
-
-
-def coupled_agreement(rng, concentration, closeness):
-    """(agreement of coupled draws, sum of min(p, q)) for a random p of 50 tokens and a q near it."""
-    p = np.log(rng.dirichlet(np.full(50, concentration)) + 1e-9)
-    q = p + closeness * rng.standard_normal(50)
-    best = np.minimum(*(np.exp(x) / np.exp(x).sum() for x in (p, q))).sum()
-    params, rows = SamplingParams(temperature=1.0), (p.astype(np.float32), q.astype(np.float32))
-    picks = [[choose(row, Sequence(0, [1], params, s), [], ()) for row in rows] for s in range(1500)]
-    return sum(a == b for a, b in picks) / len(picks), float(best)
-
-
-def test_coupling_keeps_most_of_the_best_possible_acceptance(record_property):
-    """On peaked distributions, relative to sum of min(p, q), which the rejection rule would accept."""
-    rng = np.random.default_rng(0)
-    measured = [coupled_agreement(rng, 0.05, closeness) for closeness in (0.2, 0.4, 0.6, 0.8) for _ in range(3)]
-    ratio = sum(a for a, _ in measured) / sum(b for _, b in measured)
-    record_property("coupled agreement over the sum of min(p, q)", round(ratio, 4))
-    print(f"coupled agreement / sum of min(p, q), peaked: {ratio:.3f}")
-    assert 0.9 < ratio <= 1.02  # estimation noise may raise it above 1
-    independent = partial(np.random.default_rng(1).dirichlet, np.full(50, 0.05))
-    assert ratio > float(np.mean([np.square(independent()).sum() for _ in range(200)]))  # sample-and-compare, q = p

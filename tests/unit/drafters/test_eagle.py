@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from fixtures_eagle import knowing_head, random_head, raw_config, silence, write_head
-from lawkit import MODEL_VOCAB, SAMPLED, load_pair, random_prompts, run, texts, write_model
+from lawkit import MODEL_VOCAB, SAMPLED, load_pair, make_engine, random_prompts, run, texts, write_model
 
 from sameseed import ops
-from sameseed.config import CacheConfig, EngineConfig, SpecConfig, parse_draft
-from sameseed.engine.build import Loaded, assemble, build_engine
+from sameseed.config import EngineConfig, SpecConfig, parse_draft
+from sameseed.engine.build import build_engine
 from sameseed.errors import ConfigError
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import parse_head_config
@@ -62,15 +62,9 @@ def with_head(pair, folder, quant="auto"):
     return replace(pair, head=load_head(folder, pair.target, ops.resolve(), QuantScheme.parse(quant)))
 
 
-def engine_of(pair, k=12, *, spec=None, tokens=2048, **settings):
-    """An engine that drafts with the pair's head (k = 0: not at all); other arguments are options, or engine limits."""
-    limits = {n: settings.pop(n) for n in ("max_num_rows", "max_num_seqs", "max_model_len") if n in settings}
-    cache = CacheConfig(block_size=settings.pop("block", 16), format=settings.pop("kv", "fp32"))
-    confidence = settings.pop("confidence", None)
-    chosen = spec or SpecConfig("eagle", num_draft_tokens=k, confidence=confidence, options=settings)
-    config = EngineConfig(cache=cache, spec=chosen if k else SpecConfig(), **limits)
-    models = () if not k else (pair.head,) if spec is None else (pair.draft, pair.head)
-    return assemble(Loaded(config, pair.tokenizer, -(-tokens // cache.block_size), pair.target, models))
+def engine_of(pair, k=12, confidence=None, block=16, **options):
+    """An engine that drafts with the pair's head (k = 0: not at all)."""
+    return make_engine(pair, "eagle" if k else "none", k, confidence, options=options, block=block)
 
 
 @pytest.mark.parametrize(("head", "asked"), [("eagle", GREEDY), ("eagle3", DRAWN), ("eagle3", PENALIZED)])
@@ -188,7 +182,7 @@ def test_below_a_cascade(folders, easy):
     below = SpecConfig("eagle", num_draft_tokens=8)
     for asked in (GREEDY, DRAWN):
         plain = texts(run(engine_of(pair, 0), PROMPTS, asked))
-        engine = engine_of(pair, spec=SpecConfig("cascade", num_draft_tokens=8, below=(below,)))
+        engine = make_engine(pair, "cascade", k=8, below=(below,))
         assert texts(run(engine, PROMPTS, asked)) == plain
         assert engine.metrics.num_rollbacks > 5
         (name, level), *rest = level_metrics(engine.drafter)
