@@ -56,10 +56,6 @@ class Tokenizer(habits.Hinted):
         found = {backend.token_to_id(piece): bytes([int(piece[3:5], 16)]) for piece in spelled}
         self.byte_tokens = {t: byte for t, byte in found.items() if t is not None}  # tokens that stand for one byte
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State for another process, which compiles the templates again."""
-        return vars(self) | {"_compiled": {}}
-
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and the files beside it that transformers reads. Raises ModelLoadError."""
@@ -175,10 +171,6 @@ class Tokenizer(habits.Hinted):
     def chat_template(self) -> str | None:
         """The chat template of conversations without tools and documents; None if the model has none."""
         return self.template_for()
-
-    @chat_template.setter
-    def chat_template(self, template: str | None) -> None:
-        self.templates = named_templates(template)
 
     def template_for(self, tools: bool = False, documents: bool = False) -> str | None:
         """The template of such conversations, chosen as transformers does."""

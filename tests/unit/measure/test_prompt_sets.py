@@ -68,7 +68,7 @@ def test_sums_are_asked_in_a_chat_or_as_text_and_functions_end_where_the_next_th
     (one,), found = asked("gsm8k", folder), asked("humaneval", folder, 2)
     tokenizer = load_tokenizer(resolve_model("embedded"))
     for template, text in ((TEMPLATE, "user: 1 + 1?\nassistant:"), (None, "Question: 1 + 1?\nAnswer:")):
-        tokenizer.chat_template = template
+        tokenizer.templates = {"default": template} if template else {}
         assert tokenizer.decode(one.encode(tokenizer)) == text
     assert one.stop == ("\nQuestion:",)
     assert [p.id for p in found] == ["Test/0", "Test/2"] and "\ndef" in found[0].stop
@@ -130,7 +130,7 @@ def test_later_turns_follow_the_targets_own_answers(pair_folders, folder):
     """After these turns, every drafter gives the texts of plain decoding, up to the same natural ends."""
     bench = Bench(str(pair_folders[0]), arms([SpecConfig("ngram")], [3]), {"max_num_seqs": 2})
     tokenizer = bench.llm.tokenizer
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.templates = {"default": TEMPLATE}
     prompts, params = asked("mt-bench", folder)[:2], SamplingParams(max_tokens=8, seed=1)
     prompts += [replace(p, stop=(tokenizer.decode([tokenizer.encode("of")[-1]]),)) for p in asked("humaneval", folder)]
     workload = bench.workload("sets", prompts, params, 2)
