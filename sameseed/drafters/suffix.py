@@ -53,7 +53,6 @@ class SuffixDrafter(Drafter):
         self.options = o = options or self.Options()
         self._own: dict[int, History] = {}  # by sequence
         self._past: dict[str, History] = {}  # by tenant, least recently used first; "" if all share one
-        self._num_past = 0  # tokens in all past histories
         self._keys = count()
         self._store = TextStore(Path(o.store), o.max_tokens, vocab_size) if o.store else None
         for text in self._store.read() if self._store else []:
@@ -87,12 +86,10 @@ class SuffixDrafter(Drafter):
         o = self.options
         key = tenant if o.past == "tenant" else ""
         past = self._past.pop(key, None) or History(o.min_match, o.max_places, o.max_tokens)
-        self._past[key] = past
-        before = past.num_tokens
+        self._past[key] = past  # now the last used
         past.add(next(self._keys), text)
-        self._num_past += past.num_tokens - before
-        while len(self._past) > 1 and self._num_past > o.max_tokens:
-            self._num_past -= self._past.pop(next(iter(self._past))).num_tokens
+        while len(self._past) > 1 and sum(each.num_tokens for each in self._past.values()) > o.max_tokens:
+            del self._past[next(iter(self._past))]
 
     def _best(self, seq: Sequence, num_draft: int) -> Tree:
         """The tree with the most expected accepted tokens, among the trees for each match length."""

@@ -101,7 +101,6 @@ class Scheduler:
         self._standing: dict[Sequence, _Standing] = {}
         self._last_start: dict[str, float] = {}  # the number of the last start, by owner of a sequence here
         self._num_starts = 0
-        self._num_started = 0
         self._num_added = 0
 
     def add(self, seq: Sequence) -> None:
@@ -213,12 +212,10 @@ class Scheduler:
             self.blocks.reserve(seq, seq.num_cached + size)
             self.waiting.remove(seq)
             standing = self._standing[seq]
-            if not standing.num_started:
-                self._num_started += 1
-                standing.num_started = self._num_started
-            insort(self.running, seq, key=self._by_start)
             self._num_starts += 1
             self._last_start[seq.owner] = self._num_starts
+            standing.num_started = standing.num_started or self._num_starts
+            insort(self.running, seq, key=self._by_start)
             self._count_pass(standing)
             chunks[seq] = size
             room.take(size, seq.num_cached)
