@@ -121,36 +121,6 @@ def test_rows_of_int8(values, group):
         assert scales[0, g].item() == scale or (math.isnan(scale) and scales[0, g].isnan())
 
 
-def fp8_row_by_hand(x):
-    """The nearest multiples of the scale with e4m3's values, by search."""
-    a = max(abs(v) for v in x)
-    if any(math.isnan(v) for v in x) or math.isinf(a):
-        return [math.nan] * len(x)
-    if a < 2.0**-100:
-        return [0.0] * len(x)
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = values[values.isfinite()]
-    row = torch.tensor(x)
-    scaled = row * (torch.tensor(448.0) / torch.tensor(a))
-    nearest = (scaled[:, None] - values).abs().argmin(1)
-    return (values[nearest] * (torch.tensor(a) / torch.tensor(448.0))).tolist()
-
-
-@given(st.lists(st.floats(width=32), min_size=8, max_size=8), st.sampled_from([None, 2, 4]))
-def test_rows_of_fp8(values, group):
-    got = round_rows(torch.tensor([values]), group)
-    size = group or 8
-    for g in range(8 // size):
-        x = torch.tensor(values).tolist()[g * size : (g + 1) * size]
-        wanted, found = torch.tensor(fp8_row_by_hand(x)), got[0, g * size : (g + 1) * size]
-        if wanted.isnan().any():
-            assert found.isnan().all()
-            continue
-        # Either of two equally near values: ties are those of torch's conversion, tested elsewhere for all 256 codes.
-        exact = torch.tensor(x).double()
-        assert ((found.double() - exact).abs() <= (wanted.double() - exact).abs() * (1 + 1e-5) + 2.0**-99).all()
-
-
 def test_rows_of_fp8_by_example():
     x = torch.tensor([[448.0, 17.0, 19.0, -1.0625], [math.nan, 1, 1, 1], [1e-31, 0, 0, 0]])
     got = round_rows(x)

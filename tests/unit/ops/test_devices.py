@@ -94,14 +94,6 @@ def test_the_gpu_that_is_asked_for_counts(one_gpu, monkeypatch):
         triton.unavailable.cache_clear()
 
 
-def test_memory_is_the_device_s(one_gpu):
-    need = [Demand(QuantScheme.parse("bf16"), 4 << 30, 1 << 20)]
-    with pytest.raises(ConfigError, match="--format"):
-        plan_blocks(EngineConfig(device="cuda"), 512, need)
-    blocks = plan_blocks(EngineConfig(device="cuda", max_num_seqs=4), 512, [replace(need[0], weights=1 << 30)])
-    assert blocks == 4 * 32  # all four requests fit
-
-
 def test_the_share_of_a_gpu_that_may_be_taken(one_gpu, monkeypatch):
     """7 of 8 GiB are free: a share of 0.5 is 4 GiB, which includes what this process already holds."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (7 << 30, 8 << 30))
