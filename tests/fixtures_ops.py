@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -13,28 +12,12 @@ from torch import Tensor
 
 from sameseed import ops, scheme
 from sameseed.batch import Batch, Rows, ancestor_masks, build_batch
+from sameseed.kvcache.cache import KVCache
 from sameseed.scheme import KVLayer
 
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 KV_FORMATS = sorted(["fp32", "bf16", "fp16", *LARGEST])
-
-
-class KvOracle:
-    """How one format stores rows of the KV cache: what kernels are held to."""
-
-    def __init__(self, name):
-        self.format = scheme.kv_format(name)
-        self.name, self.kv_dtype = name, self.format.kv_dtype
-        self.scaled = self.format.encode_kv(torch.zeros(1, 1, 2, device="cpu"))[1] is not None
-        self.encode_kv, self.decode_kv = self.format.encode_kv, self.format.decode_kv
-
-    def width(self, dim):
-        """The number of elements that a row of `dim` values takes."""
-        return self.encode_kv(torch.zeros(1, 1, dim, device="cpu"))[0].shape[-1]
-
-
-kv_oracle = cache(KvOracle)
 
 
 def randn(*shape, seed=0):
@@ -105,15 +88,11 @@ class Pass:
 
 def empty_layer(name, num_blocks, block_size, kv_heads, dim):
     """A cache of NaN (or 77): reading a row that was never written, or belongs to no sequence, shows in the result."""
-    fmt, shape = kv_oracle(name), (num_blocks, block_size, kv_heads, dim)
-
-    def poison(shape, dtype):
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
-
-    k, v = (poison((*shape[:3], fmt.width(dim)), fmt.kv_dtype) for _ in range(2))
-    if not fmt.scaled:
-        return KVLayer(name, k, v, None, None)
-    return KVLayer(name, k, v, poison(shape[:3], torch.float32), poison(shape[:3], torch.float32))
+    device = str(torch.get_default_device())
+    layer = KVCache([(kv_heads, dim)], num_blocks, block_size, name, device).layers[0]
+    for rows in flat(layer):
+        rows.fill_(float("nan") if rows.is_floating_point() else 77)
+    return layer
 
 
 def flat(layer):
@@ -141,7 +120,7 @@ def make_pass(parts, kv_format="fp32", heads=4, kv_heads=2, dim=12, block_size=5
         rows.append(Rows([0] * p.pending, p.cached, [0] * len(p.parents), p.parents, blocks, True))
     batch = build_batch(rows, block_size, torch.get_default_device())
     layer = empty_layer(kv_format, sum(needed) + 3, block_size, kv_heads, dim)
-    fmt = kv_oracle(kv_format)
+    fmt = scheme.kv_format(kv_format)
     slots = torch.tensor([s for row in slot_lists(parts, batch, block_size) for s in row])
     tensors = flat(layer)
     for i in range(2):
@@ -165,7 +144,7 @@ def visible(part, row):
 
 def exact_attention(p, scale, window=None):
     """Attention of a pass by one masked softmax over all stored rows, in float64: [T, H, D]."""
-    fmt = kv_oracle(p.layer.format)
+    fmt = scheme.kv_format(p.layer.format)
     tensors = flat(p.layer)
     out = []
     row = 0

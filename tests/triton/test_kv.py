@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 import torch
-from fixtures_ops import KV_FORMATS, Part, check_moves, empty_layer, flat, kv_oracle, make_pass, randn, unusual_rows
+from fixtures_ops import KV_FORMATS, Part, check_moves, empty_layer, flat, make_pass, randn, unusual_rows
 
-from sameseed import ops
+from sameseed import ops, scheme
 from sameseed.kvcache.cache import KVCache
 
 kernels = importlib.import_module("sameseed.ops.triton.kv")
@@ -23,7 +23,7 @@ def test_stored_rows_are_the_format_s_codes(name):
     wide = torch.cat([unusual_rows(12), unusual_rows(12).flip(0)], dim=1)  # k and v are slices of one projection
     slots = torch.tensor([19, 0, 7, 3, 1, 24, *range(8, 19), 20], dtype=torch.int32)
     kernels.store_kv(wide[:, :2], wide[:, 2:], layer, slots)
-    k, v = (kv_oracle(name).encode_kv(x) for x in (wide[:, :2], wide[:, 2:]))
+    k, v = (scheme.kv_format(name).encode_kv(x) for x in (wide[:, :2], wide[:, 2:]))
     others = [i for i in range(25) if i not in slots.tolist()]
     for tensor, old, new in zip(flat(layer), before, (k[0], v[0], k[1], v[1]), strict=False):
         got, wanted = tensor[slots.long()], new

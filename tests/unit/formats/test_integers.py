@@ -5,13 +5,10 @@ import torch
 from fixtures_models import backends
 from fixtures_ops import randn
 from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hn
 
 from sameseed import ops, scheme
-from sameseed.formats.int4 import pack_int32
 from sameseed.formats.int8n import FORMAT, high
 from sameseed.formats.qoq import PROTECTED
-from sameseed.models.layouts.base import unpacked
 from sameseed.quantize._grid import possible_codes
 from sameseed.scheme import QuantArgs, QuantScheme
 
@@ -41,16 +38,6 @@ def test_the_scale_is_rounded_before_the_codes():
     scale = torch.tensor(1 / 7.5).to(torch.bfloat16).float()
     assert q.parts["scales"].float().item() == scale.item() != 1 / 7.5
     assert q.parts["codes"].equal(((weight / scale).round().clamp(-8, 7) + 8).to(torch.uint8))
-
-
-@given(hn.arrays("uint8", st.tuples(st.integers(1, 5), st.integers(1, 20)), elements=st.integers(0, 15)))
-def test_eight_codes_an_int32(values):
-    codes = torch.from_numpy(values)
-    packed = pack_int32(codes)
-    assert packed.dtype == torch.int32 and packed.shape == (codes.shape[0], -(-codes.shape[1] // 8))
-    assert unpacked(packed, 4)[:, : codes.shape[1]].equal(codes)
-    for row, word in zip(values, packed[:, 0].tolist(), strict=True):  # the first code is in the lowest four bits
-        assert word % 2**32 == sum(int(c) << 4 * i for i, c in enumerate(row[:8]))
 
 
 every_group = pytest.mark.parametrize("group", [32, 64, 128, None])

@@ -19,7 +19,6 @@ from fixtures_ops import (
     empty_layer,
     exact_attention,
     flat,
-    kv_oracle,
     make_pass,
     passes,
     randn,
@@ -84,7 +83,7 @@ def stored(name, x):
 
 def check_stored(name, x):
     """Check what each instruction set stores."""
-    wanted = [kv_oracle(name).encode_kv(rows) for rows in (x, x.flip(0))]
+    wanted = [scheme.kv_format(name).encode_kv(rows) for rows in (x, x.flip(0))]
     for isa in ISAS:
         with instructions(isa):
             got = stored(name, x)
@@ -134,14 +133,14 @@ def test_unusual_rows_are_stored_as_the_format_says(name, dim):
 @pytest.mark.parametrize("queries", [1, 5])
 def test_every_code_is_read_as_torch_reads_it(name, queries):
     """With one key, its weight is 1 and the result is the decoded value."""
-    dtype = kv_oracle(name).kv_dtype
+    dtype = scheme.kv_format(name).kv_dtype
     codes = torch.arange(256, dtype=torch.uint8)
     if dtype.itemsize == 2:
         codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     codes = codes.view(dtype).view(-1, 1, 1, 32)
     ones = torch.ones(codes.shape[:3]) if name in LARGEST else None
     layer = KVLayer(name, torch.zeros_like(codes), codes, ones, ones)
-    exact = kv_oracle(name).decode_kv(codes.view(-1, 32), torch.ones(len(codes)))
+    exact = scheme.kv_format(name).decode_kv(codes.view(-1, 32), torch.ones(len(codes)))
     batch = build_batch([Rows([0], 0, [], [], [b], True) for b in range(len(codes))], 1)
     for isa in ISAS:
         with instructions(isa):
@@ -154,13 +153,13 @@ def test_every_code_is_read_as_torch_reads_it(name, queries):
 @pytest.mark.parametrize("queries", [1, 5])
 def test_every_key_code_is_read_as_torch_reads_it(name, queries):
     """With two keys, one of them zero, the other's share is the logistic function of its score."""
-    codes = torch.arange(256, dtype=torch.uint8).view(kv_oracle(name).kv_dtype)
-    exact = kv_oracle(name).decode_kv(codes[:, None], torch.ones(256))[:, 0].double()
+    codes = torch.arange(256, dtype=torch.uint8).view(scheme.kv_format(name).kv_dtype)
+    exact = scheme.kv_format(name).decode_kv(codes[:, None], torch.ones(256))[:, 0].double()
     keys = torch.zeros(256, 2, 1, 17, dtype=codes.dtype)
     keys[torch.arange(256), 0, 0, torch.arange(256) % 17] = codes
     values = torch.zeros(256, 2, 1, 17)
     values[:, 0] = 1.0
-    value_codes, value_scales = kv_oracle(name).encode_kv(values.view(512, 1, 17))
+    value_codes, value_scales = scheme.kv_format(name).encode_kv(values.view(512, 1, 17))
     scale = 4.0 / LARGEST[name]
     layer = KVLayer(
         name, keys, value_codes.view(256, 2, 1, 17), torch.full((256, 2, 1), scale), value_scales.view(256, 2, 1)

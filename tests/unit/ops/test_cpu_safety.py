@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fixtures_cpu import ISAS, instructions
-from fixtures_ops import LARGEST, Part, empty_layer, kv_oracle, make_pass, randn, state_batch, threads
+from fixtures_ops import LARGEST, Part, empty_layer, make_pass, randn, state_batch, threads
 
 from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
@@ -115,7 +115,7 @@ def test_kernels_stay_inside(name, T, O, K):  # noqa: E741
     ("slots", "D", "group"), [(1, 1, 1), (9, 33, 1), (7, 17, 5), (5, 15, 2), (25, 40, 4), (19, 64, 9)]
 )
 def test_scaled_caches_are_not_left(name, slots, D, group):
-    codes, scales = (fenced(t) for t in kv_oracle(name).encode_kv(randn(slots, 1, D)) if t is not None)
+    codes, scales = (fenced(t) for t in scheme.kv_format(name).encode_kv(randn(slots, 1, D)) if t is not None)
     layer = KVLayer(
         name, *(codes.view(slots, 1, 1, D) for _ in range(2)), *(scales.view(slots, 1, 1) for _ in range(2))
     )
