@@ -170,8 +170,7 @@ class EngineConfig:
         fields.check(self)
         if self.max_num_rows < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}): every running "
-                "sequence needs a row a pass; raise the first or lower the second"
+                f"max_num_rows ({self.max_num_rows}) is below max_num_seqs ({self.max_num_seqs}); raise the first"
             )
         try:
             datetime.fromisoformat("2026-01-01" if self.template_date is None else self.template_date)

@@ -71,8 +71,7 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
                 raise ModelLoadError(f"{model.package} does not hold {model.file}; give another --model")
             if hashlib.sha256(found.read_bytes()).hexdigest() != model.sha256:
                 raise ModelLoadError(
-                    f"{model.file} of {model.package} has another digest than it should and was not used; check the "
-                    "package index that pip asks, or give another --model"
+                    f"{model.file} of {model.package} has a wrong digest; check pip's index, or give another --model"
                 )
             found.replace(kept)
     except OSError as error:
@@ -104,9 +103,7 @@ def _install(package: str, folder: str, seconds: float) -> None:
         why = f"it took longer than {seconds:g} s"
     except subprocess.CalledProcessError as error:
         why = (error.stderr.decode(errors="replace").strip().splitlines() or ["pip said nothing"])[-1]
-    raise ModelLoadError(
-        f"the package index did not give {package} ({why}); give --model a folder, a GGUF file or 'embedded'"
-    )
+    raise ModelLoadError(f"the package index did not give {package} ({why}); give a folder or a file as --model")
 
 
 def labelled(repository: str, label: str = "") -> Path:

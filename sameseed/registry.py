@@ -66,8 +66,7 @@ def _installed(registry: str) -> dict[str, EntryPoint]:
         if point.name in own or (first.value, _package(first)) != (point.value, _package(point)):
             other = "sameseed itself" if point.name in own else _package(first)
             raise RegistryError(
-                f"two entries of {registry} are named {point.name!r}: {other} and {_package(point)} have one; "
-                "rename or uninstall one"
+                f"two entries of {registry} are named {point.name!r}, of {other} and {_package(point)}; uninstall one"
             )
     return found
 

@@ -379,9 +379,7 @@ class QuantScheme:
         needed = {None: None, "int8": "activations"}.get(self.activations, f"activations-{self.activations}")
         if needed is not None and needed not in options:
             able = [name for name, (_, activations) in PRESETS.items() if activations == self.activations]
-            raise ConfigError(
-                f"weights in {self.weights!r} take no activations in {self.activations!r}; {', '.join(able)} do"
-            )
+            raise ConfigError(f"{self.weights!r} takes no activations in {self.activations!r}; {', '.join(able)} do")
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
@@ -397,8 +395,7 @@ class QuantScheme:
             glob, equals, name = (x.strip() for x in rule.partition("="))
             if not glob or not equals:
                 raise ConfigError(
-                    f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'; where several formats may "
-                    "stand, spaces part them"
+                    f"no rule {rule!r}; write MODULES=FORMAT, e.g. 'w4a8,lm_head=bf16'; spaces part several formats"
                 )
             rules.append((glob, cls._parse_one(name)))
         return replace(own, rules=tuple(rules))

@@ -366,8 +366,7 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         if mine.get(piece) != token:
             other = target.token(token)
             raise VocabularyError(
-                f"the draft model has another vocabulary: its token {token} is {piece!r}, the target's is {other!r}; "
-                "use a draft of the target's own family"
+                f"the draft model's token {token} is {piece!r}, the target's {other!r}; use a draft of its own family"
             )
     if len(its) < len(mine):
         piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)

@@ -163,8 +163,7 @@ class Tuned:
         schema = table.pop("schema", None)
         if schema != TUNED_SCHEMA:
             raise ConfigError(
-                f"profile {path} has schema {schema!r}, this version reads {TUNED_SCHEMA!r}; tune again (a cost "
-                "profile, written by `sameseed profile`, is for --cost)"
+                f"profile {path} has schema {schema!r}, not {TUNED_SCHEMA!r}; tune again (--cost takes a cost profile)"
             )
         where = f"profile {path}"
         for name in ("predicted", "measured", "quality"):
@@ -192,7 +191,5 @@ def _pairs(table: Mapping[str, Any], where: str) -> tuple[tuple[int, int], ...]:
     except (ValueError, TypeError):
         whole = False
     if not whole or (rows and rows[0][0] != 1):
-        raise ConfigError(
-            f"{where}: chosen.by_batch wants rows without gaps, like 1-2 = 5, 3-8 = 2, 9- = 0; got {table}"
-        )
+        raise ConfigError(f"{where}: chosen.by_batch wants rows without gaps, like 1-2 = 5, 3- = 0; got {table}")
     return tuple((first, k) for first, _, k in rows)

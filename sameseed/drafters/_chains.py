@@ -41,12 +41,9 @@ class ChainDrafter(Drafter):
 
     def _heed_most(self, lengths: Seq[int], most: int) -> list[int]:
         """The lengths, at most `most`: what the model was trained to draft at once. The first longer one is logged."""
-        beyond = next((k for k in lengths if k > most), None)
-        if beyond is not None and not self._said:
+        if not self._said and max(lengths, default=0) > most:
             self._said = True
-            log.warning(
-                "drafter %r: was trained for %d tokens per pass, not %d; it drafts that many", self.name, most, beyond
-            )
+            log.warning("drafter %r: was trained for %d tokens per pass, and drafts no more", self.name, most)
         return [min(k, most) for k in lengths]
 
     @classmethod

@@ -142,17 +142,13 @@ class TextStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(
-                f"cannot read the store {self.path} ({error.strerror}); allow it, or name another file"
-            ) from None
+            raise ConfigError(f"cannot read the store {self.path} ({error.strerror}); name another file") from None
         at = len(MAGIC) + 4
         if data[: len(MAGIC)] != MAGIC or len(data) < at:
             raise ConfigError(f"{self.path} is no store of texts; name another file, or delete it")
         width = struct.unpack_from("<I", data, len(MAGIC))[0]
         if width != self.vocab_size:
-            raise ConfigError(
-                f"{self.path} holds texts of a model with {width} tokens, not {self.vocab_size}; name another file"
-            )
+            raise ConfigError(f"{self.path} is of a model of {width} tokens, not {self.vocab_size}; name another file")
         texts, at = _texts(data, at, self.vocab_size or 2**31)
         kept, size = len(texts), 0
         while kept and size + len(texts[kept - 1]) <= self.max_tokens:
@@ -190,11 +186,7 @@ class TextStore:
 
     def _stop(self, error: Exception) -> None:
         if not self._failed:
-            log.warning(
-                "the store %s cannot be kept (%s): texts are no longer written; make room, or restore it, and restart",
-                self.path,
-                error,
-            )
+            log.warning("the store %s fails (%s): it gets no more texts; make room, and restart", self.path, error)
         self._failed = True
 
     def _write(self, texts: list[list[int]]) -> None:

@@ -136,13 +136,11 @@ def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
     why = tuned.machine.differs(machine_here(config.device))
     if why is None and tuned.model.digest not in ("", found := store.weights_key(folder)):
         why = f"weights {tuned.model.digest} there, {found} here"
+    said = f"profile {config.profile} was tuned for something else ({why})"
     if why is not None and not config.force_profile:
-        raise ConfigError(
-            f"profile {config.profile} was tuned for something else ({why}): what it chose may be slower than plain "
-            "decoding here; run `sameseed tune` again, or give --force-profile"
-        )
+        raise ConfigError(f"{said}; run `sameseed tune` again, or give --force-profile")
     if why is not None:
-        log.warning("profile %s was tuned for something else (%s); it is used all the same", config.profile, why)
+        log.warning("%s; it is used all the same", said)
     beyond = tuned.scope.beyond(config.max_num_seqs)
     if beyond is None or config.spec.policy == "goodput" or config.spec.method == "none":
         return config
@@ -177,10 +175,7 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
         if has_tokens and not same_tokens(folder, m.folder):
             check_vocabulary(load_tokenizer(folder), load_tokenizer(m.folder))
         if m.cls.owns == "target" and read_config(m.target).state_shapes:
-            raise ConfigError(
-                f"{config.spec.method}: low-bit weights that draft in their target's cache would overwrite the state "
-                "of a recurrent model; take --draft ngram, suffix, mtp or a smaller model"
-            )
+            raise ConfigError("low-bit drafts would overwrite a recurrent state; take --draft ngram, suffix or mtp")
     demands = [demand(folder, quant, config)]
     for m in (m for m in models if not m.is_view):
         head = head_demand(m.folder, m.quant, config, m.target) if m.cls.owns == "head" else None
@@ -321,10 +316,7 @@ def _draft_folder(spec: SpecConfig, cls: type[Drafter], folder: Path) -> Path:
     usual = drafter_for(own)
     alone = {spec.method, usual} & {"eagle", "block", "assistant", "mtp"}
     if OWNS[usual] != cls.owns or (spec.method in OWNS and spec.method != usual and alone):
-        raise ConfigError(
-            f"drafter {spec.method!r} cannot draft with {name}, which is for drafter {usual!r}; write --draft {name}, "
-            f"or --draft {usual}:{name}"
-        )
+        raise ConfigError(f"drafter {spec.method!r} cannot draft with {name}; write --draft {usual}:{name}")
     return own
 
 

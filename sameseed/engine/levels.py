@@ -45,8 +45,7 @@ class Level:
             if not most:
                 usual = draft_text(SpecConfig("first", below=(spec.below[0], replace(spec, below=()))), models=True)
             raise ConfigError(
-                f"drafter {spec.method!r} works with {wanted} drafters below it, not {len(below)}; write e.g. "
-                f"--draft '{usual}'"
+                f"drafter {spec.method!r} needs {wanted} drafters below it, not {len(below)}; e.g. --draft '{usual}'"
             )
         return cls(spec, drafter, options, tuple(map(cls.of, spec.below)))
 
@@ -85,8 +84,7 @@ class Level:
             learning = [b.spec for b in level.in_turn if b.spec.policy != "fixed"]
             if learning:
                 raise ConfigError(
-                    f"drafter {level.spec.method!r} asks {learning[0].method!r} below it in turn, which can have no "
-                    f"policy {learning[0].policy!r} of its own; put --policy on the whole"
+                    f"drafter {level.spec.method!r} asks {learning[0].method!r} in turn; put --policy on the whole"
                 )
             if level.spec.confidence is not None and level.spec.policy != "disco" and not level.heeds_confidence:
                 raise ConfigError(
@@ -99,17 +97,11 @@ class Level:
         """Raise ConfigError if the drafter cannot draft ahead, or no core is left for the target."""
         spec, cores, able = self.spec, ops.available_cores(), goes_ahead(self.cls)
         if able and self.branches:
-            others = {n: {k: v for k, v in spec.options.items() if k != n} for n in spec.options}
-            making = [n for n, rest in others.items() if not Level.of(replace(spec, options=rest)).branches]
-            raise ConfigError(
-                f"--overlap {spec.overlap}: which path of a tree is right is not known beforehand; leave out overlap, "
-                f"or what makes trees of drafter {spec.method!r}: {', '.join(making) or 'take another'}"
-            )
+            raise ConfigError(f"--overlap {spec.overlap} needs chains as drafts; leave it out, or siblings")
         if not able or any(level.spec.overlap for b in self.below for level in b.every()):
             names = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
             raise ConfigError(
-                f"--overlap {spec.overlap}: drafter {spec.method!r} cannot draft ahead while the target verifies; "
-                f"{' and '.join(names)} can, as the only level"
+                f"--overlap {spec.overlap}: drafter {spec.method!r} cannot go ahead; {' and '.join(names)} can, alone"
             )
         if spec.overlap >= cores:
             raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")

@@ -132,8 +132,7 @@ def _plain(prompt: Any) -> str | list[int]:
     if isinstance(prompt, Mapping):
         if not prompt.keys() & {"prompt", "prompt_token_ids"} or prompt.keys() - {"prompt", "prompt_token_ids"}:
             raise RequestError(
-                f'a prompt as a dict is {{"prompt": text}} or {{"prompt_token_ids": [...]}}, got the keys '
-                f"{', '.join(map(str, prompt))}; messages are for chat"
+                'a prompt as a dict is {"prompt": text} or {"prompt_token_ids": [...]}; messages are for chat'
             )
         prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
     prompt = getattr(prompt, "tolist", lambda: prompt)()
@@ -180,9 +179,7 @@ class LLM(Front):
         else:
             each = [self._params(several, sampling)] * len(batch)
         if len(each) != len(batch):
-            raise RequestError(
-                f"{len(batch)} prompts but {len(each)} sampling parameters; give one for all, or one each"
-            )
+            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters; give one, or one each")
         finished: dict[tuple[str, int], Completion] = {}
         pairs = zip(batch, map(self._seeded, each), strict=True)
         requests = [self._requests(prompt, p, f"r{next(self._ids)}") for prompt, p in pairs]
