@@ -22,7 +22,7 @@ import msgspec
 
 from sameseed.errors import RequestError
 from sameseed.server import frames
-from sameseed.server.frames import Compile, HelperResult, Setup, Template, ToHelper
+from sameseed.server.frames import HelperResult, Job, Setup, ToHelper
 from sameseed.server.limits import COMPILE_MEMORY, COMPILE_SECONDS, MAX_COMPILED, TEMPLATE_SECONDS
 
 log = logging.getLogger("sameseed")
@@ -47,9 +47,9 @@ class Aside:
 
     def _answer(self, frame: ToHelper) -> HelperResult:
         try:
-            if isinstance(frame, Compile):
+            if isinstance(frame, Job) and frame.kind != "template":
                 return self._compile(frame)
-            return HelperResult(self._render(frame) if isinstance(frame, Template) else self._set_up(frame))
+            return HelperResult(self._set_up(frame) if isinstance(frame, Setup) else self._render(frame))
         except RequestError as error:
             return HelperResult(str(error), "request")
 
@@ -66,8 +66,8 @@ class Aside:
             _limit(resource.RLIMIT_DATA, COMPILE_MEMORY)
         return ""
 
-    def _render(self, frame: Template) -> str:
-        asked = frames.Render(*json.loads(frame.asked))
+    def _render(self, frame: Job) -> str:
+        asked = frames.Render(*json.loads(frame.source))
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS)  # its signal ends the process
         try:
             render = self._tokenizer.render_chat
@@ -75,7 +75,7 @@ class Aside:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
-    def _compile(self, frame: Compile) -> HelperResult:
+    def _compile(self, frame: Job) -> HelperResult:
         """Compile in a fork, so that neither a crash nor a kill loses the loaded library and vocabulary."""
         try:
             reading, writing = FORK.Pipe(duplex=False)
@@ -98,7 +98,7 @@ class Aside:
             return HelperResult("compiling was stopped", "machine")
         return TOO_MUCH
 
-    def _as_child(self, writing: Connection, frame: Compile) -> None:
+    def _as_child(self, writing: Connection, frame: Job) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with open("/proc/self/statm", encoding="ascii") as file:

@@ -133,9 +133,8 @@ class EngineClient(process.Supervised):
 
     async def render(self, content: frames.Render) -> str:
         """Render a conversation with the chat template. Raises ApiError 400, 503."""
-        text = json.dumps(content)
         try:
-            return await self._templates.ask(frames.Template(text), "messages", len(text))
+            return await self._templates.ask(frames.Job("template", json.dumps(content)), "messages")
         except HelperDiedError as error:
             if not error.spent:  # its CPU time was not used up: the machine may be at fault
                 raise unavailable("the messages could not be prepared in time; try again later") from None
@@ -204,8 +203,6 @@ class EngineClient(process.Supervised):
                     self.forget(request_id)
                 elif not stream.num_open:
                     del self._streams[request_id]
-            self.stats = frame.stats or self.stats
-        elif isinstance(frame, frames.Beat):
             self.stats = frame.stats or self.stats
             if frame.step_seconds > self._step_timeout:
                 log.error("a step of the engine takes %.0f s; its process is ended", frame.step_seconds)

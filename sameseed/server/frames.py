@@ -125,17 +125,14 @@ class Piece(msgspec.Struct, array_like=True):
 
 
 class Deltas(Frame):
-    """From the engine: the output of one step by request id, and the engine's counters if a request ended."""
+    """From the engine: the output of one step by request id, and the counters if a request ended.
+
+    A heartbeat has no output, but the seconds that the current step has taken so far.
+    """
 
     items: list[tuple[str, Piece]]
     stats: dict[str, Any] | None
-
-
-class Beat(Frame):
-    """From the engine: a heartbeat, with the seconds that the current step has taken so far, and the counters."""
-
-    step_seconds: float
-    stats: dict[str, Any]
+    step_seconds: float = 0.0
 
 
 class Refused(Frame):
@@ -169,14 +166,11 @@ class Render(NamedTuple):
     options: dict[str, Any]  # further arguments of the template
 
 
-class Template(Frame):
-    """To a helper: render a conversation, a `Render` as JSON, whose whole numbers may be larger than MessagePack's."""
+class Job(Frame):
+    """To a helper: compile a grammar of this kind (see `grammar.matching`); for "template", render a conversation.
 
-    asked: str
-
-
-class Compile(Frame):
-    """To a helper: compile a grammar. `kind`: see `grammar.matching`."""
+    This is a `Render` as JSON, whose whole numbers may be larger than MessagePack's.
+    """
 
     kind: str
     source: str
@@ -190,8 +184,8 @@ class HelperResult(Frame):
 
 
 ToEngine = Load | Add | Abort | Prepare | LoadGrammar | Forget
-FromEngine = EngineReady | Deltas | Beat | Refused | Failed
-ToHelper = Setup | Template | Compile
+FromEngine = EngineReady | Deltas | Refused | Failed
+ToHelper = Setup | Job
 
 
 def pack(frame: Frame) -> bytes:

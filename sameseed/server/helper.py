@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from sameseed.server import frames, limits, process
 from sameseed.server.errors import ApiError, bad_request, unavailable
-from sameseed.server.frames import Frame, HelperResult, Setup, Unpacker
+from sameseed.server.frames import HelperResult, Job, Setup, Unpacker
 from sameseed.server.structured import GrammarSource
 
 log = logging.getLogger("sameseed.server")
@@ -51,17 +51,16 @@ class Helper:
         self._num_jobs = 0  # one runs, the others wait
         self._closed = False
 
-    async def ask(self, frame: Frame, name: str, size: int = 0) -> str:
-        """Do a job; returns its result.
+    async def ask(self, frame: Job, name: str) -> str:
+        """Do a job; returns its result. `name`: the field that an error names.
 
-        `name`: the field that an error names; `size`: approximate characters of the frame.
         Raises HelperDiedError; ApiError 400 if the job is refused, 503 if too many jobs wait or the server shuts down.
         """
         if self._num_jobs > self._max_waiting:
             raise unavailable("too many requests wait to be prepared; try again later", 1)
         self._num_jobs += 1
         try:
-            result = await self._answer(frame, size)
+            result = await self._answer(frame)
         finally:
             self._num_jobs -= 1
         if result.fault == "request":
@@ -81,8 +80,8 @@ class Helper:
         self.refuse()
         await self._end()
 
-    async def _answer(self, frame: Frame, size: int) -> HelperResult:
-        data = await limits.away(size > LARGE, lambda: frames.pack(frame), None)
+    async def _answer(self, frame: Job) -> HelperResult:
+        data = await limits.away(len(frame.source) > LARGE, lambda: frames.pack(frame), None)
         async with self._lock:
             if self._streams is None or self._streams[0].at_eof():  # not started yet, or died while idle
                 await self._start()
@@ -192,7 +191,7 @@ class Grammars:
 
     async def _compile(self, source: GrammarSource, key: str) -> bytes | str:
         try:
-            text = await self._helper.ask(frames.Compile(source.kind, source.text), source.field, len(source.text))
+            text = await self._helper.ask(frames.Job(source.kind, source.text), source.field)
         except HelperDiedError:  # perhaps because of the machine: a retry may succeed
             raise unavailable("the grammar could not be compiled in time; try again later, or simplify it") from None
         except ApiError as error:

@@ -276,7 +276,7 @@ class Worker:
                 stats = self._stats()
             except RuntimeError:  # a dictionary grew while it was copied; the next heartbeat has the counters
                 stats = {}
-            self.send(frames.Beat(age, stats))
+            self.send(frames.Deltas([], stats, age))
             time.sleep(BEAT)
 
 

@@ -47,7 +47,7 @@ def start(pair, tmp_path):
     ready = tmp_path / "ready"
     ready.write_bytes(frames.pack(frames.EngineReady(pair.tokenizer.as_files(), 304, 256, 4)))
     for name, seconds in (("beat", 0.0), ("stuck", 99.0)):
-        ready.with_suffix(f".{name}").write_bytes(frames.pack(frames.Beat(seconds, {"drafts": 1})))
+        ready.with_suffix(f".{name}").write_bytes(frames.pack(frames.Deltas([], {"drafts": 1}, seconds)))
     script = tmp_path / "pretender.py"
     script.write_text(PRETENDER)
 

@@ -37,7 +37,7 @@ class Pretended:
     def __init__(self):
         self.asked: list[str] = []
 
-    async def ask(self, frame, name, size):
+    async def ask(self, frame, name):
         self.asked.append(frame.source)
         if frame.source == "bad":
             raise bad_request("bad", name)
@@ -88,9 +88,9 @@ async def test_who_asks_meanwhile_waits_for_the_same():
     go = asyncio.Event()
 
     class Slow(Pretended):
-        async def ask(self, frame, name, size):
+        async def ask(self, frame, name):
             await go.wait()
-            return await super().ask(frame, name, size)
+            return await super().ask(frame, name)
 
     helper = Slow()
     grammars = Grammars(helper, lambda key: None)
@@ -130,7 +130,7 @@ async def test_too_much_work_is_told_from_a_death(number, expected, status):
     spawn = pretender(sys.executable, "-IS", "-c", DIES, "FD", answer, str(int(number)))
     made = Helper(lambda: frames.Setup(True, {}, 8, []), 0.5, 8, spawn)
     with pytest.raises((HelperDiedError, ApiError)) as caught:
-        await made.ask(frames.Template("[[], [], {}]"), "messages")
+        await made.ask(frames.Job("template", "[[], [], {}]"), "messages")
     assert getattr(caught.value, "spent", None) is expected
     client = EngineClient("x", {})
     client._templates = made

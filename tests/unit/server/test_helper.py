@@ -20,7 +20,7 @@ from sameseed.server.frames import HelperResult
 from sameseed.server.helper import Helper
 
 SETUP = frames.Setup(False, {}, 8, [])
-RENDER = frames.Template("[[], [], {}]")
+RENDER = frames.Job("template", "[[], [], {}]")
 DONE = frames.pack(HelperResult(""))
 
 
@@ -80,7 +80,7 @@ def fault_of(compiling):
 
     aside = asides.Aside(socket.socket())
     aside._matching = Pretended()
-    return aside._answer(frames.Compile("regex", "x")).fault
+    return aside._answer(frames.Job("regex", "x")).fault
 
 
 @pytest.mark.parametrize(
