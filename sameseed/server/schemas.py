@@ -76,7 +76,7 @@ class _SchemaWriter:
 
     def __init__(self, root: dict[str, Any], name: str) -> None:
         self._root, self._name, self._unions = root, name, Unions(root)
-        self._num_nodes = self._num_values = self._num_patterns = self._num_copied = 0
+        self._num_nodes = self._num_values = self._num_patterns = self._num_characters = 0
         self._places: dict[int, str] = {id(root): "#"}  # where references lead in the new schema, by id of their target
         self._defs: dict[str, Any] = {}
         self._waiting = list[tuple[str, Any, str]]()  # name in `$defs`, schema and place of what is still to write
@@ -115,6 +115,13 @@ class _SchemaWriter:
                 self._unions.spread_type(made, key)
         self._unions.merge(made)
         _settle(made)
+        # What stands beside a union is written with each of its schemas: count it as often.
+        own = [
+            [*v] if k in NAMED and isinstance(v, dict) else v for k, v in made.items() if k not in (*LISTED, *SINGLE)
+        ]
+        self._num_characters += len(_ENCODER.encode(own))
+        if self._num_characters > 4 * limits.MAX_GRAMMAR:
+            raise self._fault(place, "makes the schema too large: it is repeated too often; make it simpler")
         if unknown := [key for key in made if key not in KNOWN]:
             raise self._fault(f"{place}.{unknown[0]}", "is a keyword that cannot be enforced; leave it out")
         if whole := min(made.keys() & _WHOLE, default=None):
@@ -244,7 +251,7 @@ class _SchemaWriter:
         if missing and not isinstance(others := node.get("additionalProperties"), dict):
             raise self._fault(f"{place}.required", "names a property that 'properties' lacks")
         if missing:
-            node["properties"] = properties | self._copies(missing, others, f"{place}.required")
+            node["properties"] = properties | dict.fromkeys(missing, others)
 
     def _names(self, node: dict[str, Any], place: str) -> None:
         """Write rules for names as properties or patterns, which may have schemas of their values beside them."""
@@ -261,7 +268,7 @@ class _SchemaWriter:
             raise self._fault(place, "cannot be enforced beside schemas of properties")
         elif listed and said.keys() in ({"enum"}, {"const"}, {"$ref"}):
             del node["propertyNames"]
-            node |= {"properties": self._copies(listed, values, place), "additionalProperties": False}
+            node |= {"properties": dict.fromkeys(listed, values), "additionalProperties": False}
         elif isinstance(values, dict):
             self._string(said, ["string"], place)
             if said.keys() <= {"minLength", "maxLength"}:
@@ -272,12 +279,6 @@ class _SchemaWriter:
             node |= {"patternProperties": {said["pattern"]: values}, "additionalProperties": False}
         else:
             node["propertyNames"] = {**names, "type": "string"}
-
-    def _copies(self, names: list[str], values: Any, place: str) -> dict[str, Any]:
-        self._num_copied += len(names) * len(_ENCODER.encode(values))
-        if self._num_copied > limits.MAX_GRAMMAR:
-            raise self._fault(place, "lists too many names for the schema of their values; make it simpler")
-        return dict.fromkeys(names, values)
 
     def _named_by_pattern(self, node: dict[str, Any], place: str) -> None:
         patterns = node["patternProperties"]

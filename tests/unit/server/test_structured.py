@@ -120,6 +120,8 @@ REFUSED = [
     ("too large", {"type": "object", "properties": {f"p{i}": {} for i in range(limits.MAX_SCHEMA_NODES + 1)}}),
     ("pattern", {"anyOf": [{"type": "string", "pattern": "a"}] * (limits.MAX_PATTERNS + 1)}),
     ("characters", {"type": "string", "description": "x" * limits.MAX_GRAMMAR}),
+    ("repeated", {"properties": {"a": {"const": "x" * 9000}}, "anyOf": [{"required": ["a"]}] * 100}),
+    ("repeated", {"type": "object", "required": [*map(str, range(99))], "additionalProperties": {"const": "x" * 9000}}),
 ]  # fmt: skip
 
 
