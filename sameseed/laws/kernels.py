@@ -224,15 +224,11 @@ class Stored:
         slots = [blocks[i // block] * block + i % block for i in range(kv.shape[1])]
         model.ops.store_kv(kv[0], kv[1], self.cache.layers[0], torch.tensor(slots, dtype=torch.int32, device=device))
 
-    def attend(self, q: Tensor, start: int, size: int, mates: int = 0, ops: Ops | None = None) -> Tensor:
-        """Attention of rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries share the pass.
-
-        `ops`: the backend that computes; None for the model's own.
-        """
+    def attend(self, q: Tensor, start: int, size: int, mates: int = 0) -> Tensor:
+        """Attention of rows start .. start+size-1 in one pass, as [size, H D]; `mates` other queries share the pass."""
         mine = Rows([0] * size, start, [], [], self.blocks, False)
         others = [Rows([0], i, [], [], self.blocks, False) for i in range(mates)]
         batch = build_batch([*others, mine], self.block, self.model.device)
         rows = torch.cat([q[:mates], q[start : start + size]]).contiguous()
-        ops = ops or self.model.ops
-        out = ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5, None)
+        out = self.model.ops.attention(rows, self.cache.layers[0], batch, self.model.config.head_dim**-0.5)
         return out[mates:].reshape(size, -1).clone()

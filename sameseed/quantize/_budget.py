@@ -200,11 +200,11 @@ class BitAdvice:
     reason: str
 
 
-def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[BitAdvice]:
+def recommend(quantization: Mapping[str, Any]) -> list[BitAdvice]:
     """The parts of a quantized model to keep in higher precision, from its `quantization.json`: those that lose most.
 
     With measured sensitivities: parts whose share of the loss is at least twice their share of the weights. Without:
-    modules whose relative output error is at least 1.5 times the median. The worst come first, at most `most`.
+    modules whose relative output error is at least 1.5 times the median. The worst come first, at most five.
     """
     modules, found = quantization["modules"], []
     if measured := quantization.get("sensitivity"):
@@ -224,4 +224,4 @@ def recommend(quantization: Mapping[str, Any], most: int = 5) -> list[BitAdvice]
                 reason = f"its output is off by {m['relative']:.1%}, the median module's by {usual:.1%}"
                 share, of_weights = m["relative"] ** 2 / whole, m["num_weights"] / weights
                 found.append(BitAdvice((m["module"],), share, of_weights, reason))
-    return sorted(found, key=lambda a: (-a.share, a.modules))[:most]
+    return sorted(found, key=lambda a: (-a.share, a.modules))[:5]

@@ -121,16 +121,10 @@ def test_the_chooser_takes_e5m2_only_for_a_wide_range():
     wide = 1e-6 * randn(64, 256, seed=1)
     wide[:, 0] = 1.0
     for weight, name in ((normal, "fp8_e4m3"), (heavy, "fp8_e4m3"), (1e-9 * normal, "fp8_e4m3"), (wide, "fp8_e5m2")):
-        chosen, errors = choose(weight)
-        assert chosen == name
-        for kind, error in errors.items():
-            fmt = scheme.get(kind)
-            wanted = (fmt.decode(fmt.encode(weight)) - weight).double().norm() / weight.double().norm()
-            assert error == pytest.approx(wanted.item(), rel=1e-6)
-        assert errors[name] == min(errors.values())
+        assert choose(weight) == name
         assert QuantScheme.parse("fp8-auto").encode(weight).format == name
         assert QuantScheme.parse("fp8-a8-auto").settled(weight) == QuantScheme(name, activations="fp8")
-    assert choose(torch.zeros(2, 8))[0] == "fp8_e4m3"
+    assert choose(torch.zeros(2, 8)) == "fp8_e4m3"
 
 
 MXFP4 = scheme.get("mxfp4")
