@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from sameseed.engine.engine import Engine
-from sameseed.engine.scheduler import Plan
 from sameseed.laws import textbook
 from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
@@ -95,17 +93,9 @@ class _Crowd:
     def __init__(self, subject: Subject, found: Found, engine: Engine, jobs: Seq[Request]) -> None:
         self.subject, self.found, self.engine, self.jobs = subject, found, engine, jobs
         self.wanted = list(STAGES)
-        self._schedule, engine.scheduler.schedule = engine.scheduler.schedule, self._watched  # type: ignore[method-assign]
-
-    def _watched(self, *how: Any, **more: Any) -> Plan:
-        """The scheduler's plan. Counts passes of more than five sequences in which a prompt is prefilled in part."""
-        plan = self._schedule(*how, **more)
-        parts = [n < seq.num_pending for seq, n in zip(plan.seqs, plan.num_pending, strict=True)]
-        self.found.sizes["crowded_chunks"] += any(parts) and len(parts) > 5
-        return plan
 
     def run(self) -> list[Completion]:
-        """Completions of all jobs, in the order of the jobs."""
+        """Completions of all jobs, in order. Counts passes of more than five sequences, one within its prompt."""
         engine, done, coming = self.engine, dict[str, Completion](), list(self.jobs)
         steps = 400 + 60 * len(self.jobs)
         while (coming or engine.has_work) and steps:
@@ -115,6 +105,9 @@ class _Crowd:
             del coming[:4]
             deltas = self._abort() or engine.step()
             done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
+            running = engine.scheduler.running
+            begun = any(0 < seq.num_cached < seq.num_prompt for seq in running)
+            self.found.sizes["crowded_chunks"] += begun and len(running) > 5
         return self.subject.over(engine, [done[job.request_id] for job in self.jobs])
 
     def _abort(self) -> list[Delta]:
