@@ -42,7 +42,12 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
     check_destination(out, overwrite, head)
     if not is_head(head):
         raise ConfigError(f"{head} is no draft head; --head-for turns one, e.g. sameseed quantize HEAD --head-for DIR")
-    raw, seed = read_json(head / "config.json"), _seed(target)
+    raw, seed = read_json(head / "config.json"), rotation_of(target)
+    if seed is None:
+        raise ConfigError(
+            f"{target} is no checkpoint of method rotate (its {FILE} would say so); its target's other forms take a "
+            "head as it is"
+        )
     if ROTATED_FOR in raw:
         raise ConfigError(f"{head} was turned before, for the seed {raw[ROTATED_FOR]}; give the head as it was")
     with open_head(head, read_config(target)) as (config, files, shapes, layer):
@@ -61,17 +66,6 @@ def turn_head(head: Path, target: Path, out: Path, original: Path | None = None,
         for name, text in {"config.json": config_text, "README.md": card}.items():
             write_file(folder / name, [text.encode()])
     return out
-
-
-def _seed(target: Path) -> int:
-    """The seed of a quantized checkpoint's rotation. Raises ConfigError for a checkpoint that was not rotated."""
-    seed = rotation_of(target)
-    if seed is None:
-        raise ConfigError(
-            f"{target} is no checkpoint of method rotate (its {FILE} would say so); its target's other forms take a "
-            "head as it is"
-        )
-    return seed
 
 
 def _check(head: Path, config: HeadConfig, files: Checkpoint, shapes: dict[str, tuple[int, ...]]) -> None:
