@@ -271,34 +271,21 @@ class ChainWriter:
 def reading(
     out: Output, draft: Draft, seqs: Seq[Sequence], eos_token_ids: Seq[int], siblings: int, with_probability: bool
 ) -> Callable[[int, int, Seq[int]], Choices]:
-    """How to read a pass of a drafter's model over `draft`: (b, row, path) -> `likely_after` a path of sequence b.
+    """How to read a pass of a drafter's model over `draft`: (b, row, path) -> the choice after a path of sequence b.
 
-    Where the backend has chosen the row's token, that one.
+    Where the backend has chosen the row's token, that one; else also `siblings` alternatives, with probabilities (1:
+    unknown). With sampling, that is a token's share of exp(log p + noise), not p: noise can lift a token of any p.
     """
-    choices, drawn = out.choices, [out.choices is not None and drawable(s) for s in seqs]
+    made, drawn = out.choices, [out.choices is not None and drawable(s) for s in seqs]
     table = on_host(out.logits, draft, out.wants_logits, drawn)
 
     def find(b: int, row: int, path: Seq[int]) -> Choices:
-        if choices is not None and drawn[b]:
-            return [(choices[row], 1.0)]
-        return likely_after(table[row], seqs[b], path, eos_token_ids, siblings, with_probability)
+        if made is not None and drawn[b]:
+            return [(made[row], 1.0)]
+        logits, seq = table[row], seqs[b]
+        if siblings or (with_probability and not seq.params.greedy):
+            return choices(logits, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]
+        token = int(logits.argmax()) if plain_greedy(seq) else choose(logits, seq, path, eos_token_ids)
+        return [(token, probability(logits, seq, token) if with_probability and token != FAILED else 1.0)]
 
     return find
-
-
-def likely_after(
-    row: NDArray[np.float32],
-    seq: Sequence,
-    path: Seq[int],
-    eos_token_ids: Seq[int],
-    siblings: int,
-    with_probability: bool,
-) -> Choices:
-    """The choice after `path` from the logits [V] there, and `siblings` alternatives, with probabilities (1: unknown).
-
-    With sampling, that is the token's share of exp(log p + noise), not p, because noise can lift a token of any p.
-    """
-    if siblings or (with_probability and not seq.params.greedy):
-        return choices(row, seq, path, eos_token_ids, 1 + siblings) or [(FAILED, 0.0)]
-    token = int(row.argmax()) if plain_greedy(seq) else choose(row, seq, path, eos_token_ids)
-    return [(token, probability(row, seq, token) if with_probability and token != FAILED else 1.0)]

@@ -23,9 +23,10 @@ if sampling.HAS_NATIVE:
 
 SHARE_AMONG = 8  # with sampling, a share is computed among at least so many tokens; csrc/sampling.h has the same value
 LEFT_OUT = 3.0  # subtracted, in trees, from the logits of tokens that truncation excludes; also in csrc/sampling.h
+Rows = NDArray[np.floating]
+Ids = NDArray[np.int32] | None  # of the target's vocabulary, for the columns of rows; None: their indices
 Choices = list[tuple[int, float]]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Likely = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_token_ids: Seq[int], count: int) -> Choices:
@@ -40,9 +41,7 @@ def choices(logits: NDArray[np.float32], seq: Sequence, path: Seq[int], eos_toke
     return found(row, seq.params, seq.seed, len(seq) + len(path), count)
 
 
-def numpy_choices(
-    logits: NDArray[np.floating], params: SamplingParams, seed: int, position: int, count: int
-) -> Choices:
+def numpy_choices(logits: Rows, params: SamplingParams, seed: int, position: int, count: int) -> Choices:
     """The specification of `choices`, for a row [V] of adjusted logits."""
     row = logits.astype(np.float64)
     if not np.isfinite(row.max()):
@@ -60,15 +59,13 @@ def numpy_choices(
     return list(zip(ids[first].tolist(), shares.tolist(), strict=True))[:count]
 
 
-def native_choices(row: NDArray[np.floating], params: SamplingParams, seed: int, position: int, count: int) -> Choices:
+def native_choices(row: Rows, params: SamplingParams, seed: int, position: int, count: int) -> Choices:
     """`numpy_choices` in C++ (csrc/sampling.cpp), for a row float32 or float64 [V]."""
     row = np.ascontiguousarray(row)
     return _native.choices(*sampling.native_args(row, params, seed, position), count)
 
 
-def likely(
-    rows: NDArray[np.floating], seq: Sequence, num_path: int, count: int, ids: NDArray[np.int32] | None = None
-) -> tuple[Ints, Floats]:
+def likely(rows: Rows, seq: Sequence, num_path: int, count: int, ids: Ids = None) -> Likely:
     """For trees: the first `count` tokens for each row, int64 [n, count], and the logs of their shares (-inf: none).
 
     As `choices`, for `rows` [n, V] of adjusted logits `num_path` tokens after the sequence; but tokens excluded by
@@ -81,18 +78,11 @@ def likely(
         return tokens, np.log(shares)
 
 
-def numpy_likely(
-    rows: NDArray[np.floating],
-    params: SamplingParams,
-    seed: int,
-    position: int,
-    count: int,
-    ids: NDArray[np.int32] | None,
-) -> tuple[Ints, Floats]:
+def numpy_likely(rows: Rows, params: SamplingParams, seed: int, position: int, count: int, ids: Ids) -> Likely:
     """The specification of `likely`: tokens and shares [n, count], 0 for none."""
     tokens, shares = np.zeros((len(rows), count), np.int64), np.zeros((len(rows), count))
     for row, own_tokens, own_shares in zip(rows, tokens, shares, strict=True):
-        values: Floats = row.astype(np.float64)
+        values = row.astype(np.float64)
         if params.greedy or not np.isfinite(values.max()):
             found = numpy_choices(values, params, seed, position, count)
         else:
@@ -108,14 +98,7 @@ def numpy_likely(
     return tokens, shares
 
 
-def native_likely(
-    rows: NDArray[np.floating],
-    params: SamplingParams,
-    seed: int,
-    position: int,
-    count: int,
-    ids: NDArray[np.int32] | None,
-) -> tuple[Ints, Floats]:
+def native_likely(rows: Rows, params: SamplingParams, seed: int, position: int, count: int, ids: Ids) -> Likely:
     """`numpy_likely` in C++ (csrc/sampling.cpp), for rows float32 or float64."""
     rows = np.ascontiguousarray(rows)
     tokens, shares = np.empty((len(rows), count), np.int64), np.empty((len(rows), count))
@@ -141,7 +124,7 @@ class Guesses:
         rows: NDArray[np.float32] = logits.cpu().numpy()
         return rows
 
-    def after(self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int) -> tuple[Ints, Floats]:
+    def after(self, rows: NDArray[np.float32], seq: Sequence, paths: Seq[Seq[int]], count: int) -> Likely:
         """`likely` after each of `paths`, which have equal lengths, with all penalties, bias and bans."""
         depth = len(paths[0])
         if not sampling.needs_adjusting(seq, depth):
