@@ -61,12 +61,6 @@ class Scope:
         """Is this temperature within the range of those measured?"""
         return not self.temperature or min(self.temperature) <= temperature <= max(self.temperature)
 
-    def beyond(self, max_num_seqs: int) -> str | None:
-        """Why `max_num_seqs` is outside of the scope; None if it is inside."""
-        if not self.batch or max_num_seqs <= max(self.batch):
-            return None
-        return f"max_num_seqs {max_num_seqs} is above the {max(self.batch)} sequences that were tried"
-
 
 @dataclass(frozen=True)
 class Chosen:

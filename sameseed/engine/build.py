@@ -141,10 +141,10 @@ def heed_profile(config: EngineConfig, folder: Path) -> EngineConfig:
         raise ConfigError(f"{said}; run `sameseed tune` again, or give --force-profile")
     if why is not None:
         log.warning("%s; it is used all the same", said)
-    beyond = tuned.scope.beyond(config.max_num_seqs)
-    if beyond is None or config.spec.policy == "goodput" or config.spec.method == "none":
+    most, tried = config.max_num_seqs, max(tuned.scope.batch, default=config.max_num_seqs)
+    if most <= tried or config.spec.policy == "goodput" or config.spec.method == "none":
         return config
-    log.warning("profile %s: %s; goodput decides how much is drafted", config.profile, beyond)
+    log.warning("%s was tuned for up to %d sequences, not %d: goodput decides", config.profile, tried, most)
     return replace(config, spec=replace(config.spec, policy="goodput"))
 
 
