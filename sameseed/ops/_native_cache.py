@@ -31,7 +31,6 @@ _KV = {  # enum KvFormat in csrc/kernels.h, and the type of a code
 }
 _SCALED = frozenset(_KV) - DTYPES.keys() - {"bf16_a16"}
 KV_FORMATS = frozenset(_KV)
-_caches: dict[int, _native.Cache] = {}  # native descriptions, by id of the KVLayer while it exists
 _MAX_DIM = 512  # max_dim in csrc/kernels.h
 _NO_WINDOW = 1 << 40
 
@@ -48,10 +47,6 @@ def _head_dim(code: int, width: int) -> int:
 
 
 def _cache(layer: KVLayer) -> _native.Cache:
-    return described(_caches, layer, _describe_cache)
-
-
-def _describe_cache(layer: KVLayer) -> _native.Cache:
     k, v = layer.k, layer.v
     code, dtype = _KV[layer.format]
     if k.dtype is not dtype or v.dtype is not dtype or not k.is_contiguous() or not v.is_contiguous():
@@ -76,7 +71,7 @@ def store_kv(k: Tensor, v: Tensor, layer: KVLayer, slots: Tensor) -> None:
     k, v, slots = floats(k), floats(v), ints(slots)
     check_fit("k", k.shape, (slots.shape[0], layer.k.shape[2], _head_dim(_KV[layer.format][0], layer.k.shape[3])))
     check_fit("v", v.shape, k.shape)
-    native(_native.store_kv, k, k.stride(0), v, v.stride(0), _cache(layer), slots, k.shape[0])
+    native(_native.store_kv, k, k.stride(0), v, v.stride(0), described(_cache, layer), slots, k.shape[0])
 
 
 def rope_store(
@@ -107,7 +102,7 @@ def rope_store(
     norm_weights = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": eps}
     where = {"positions": positions, "table": table, "table_rows": table.shape[0], "slots": slots}
     fields = {"qkv": qkv, "stride": qkv.stride(0), "heads": heads, "stores": stores, "q_out": out, "rows": rows}
-    on.calls.rope_store(native(_native.RopeStore, cache=_cache(layer), **fields, **where, **norm_weights))
+    on.calls.rope_store(native(_native.RopeStore, cache=described(_cache, layer), **fields, **where, **norm_weights))
     return out
 
 
@@ -115,7 +110,7 @@ def move_kv(layer: KVLayer, src: Tensor, dst: Tensor) -> None:
     """Copy cache rows src [n] to dst [n]. All rows are read before any is written."""
     src, dst = ints(src), ints(dst)
     check_fit("targets", dst.shape, src.shape)
-    native(_native.move_kv, _cache(layer), src, dst, src.shape[0])
+    native(_native.move_kv, described(_cache, layer), src, dst, src.shape[0])
 
 
 def attention_rounding(name: str) -> float:
@@ -156,7 +151,12 @@ def attention(
     shape = {"count": num_seqs, "table_stride": table_stride, "rows": rows}
     sequences = native(_native.Sequences, row_offsets=offsets, kv_lens=kv_lens, block_tables=tables, **shape)
     out, sinks = on.empty(rows, heads, dim), vector("sinks", sinks, heads)
-    where = {"cache": _cache(layer), "block_size": block_size, "positions": positions, "sequences": sequences}
+    where = {
+        "cache": described(_cache, layer),
+        "block_size": block_size,
+        "positions": positions,
+        "sequences": sequences,
+    }
     seen = {"tree_mask": mask, "window": _NO_WINDOW if window is None else window, "sinks": sinks}
     fields = {"q": q, "stride": q.stride(0), "heads": heads, "scale": scale, "out": out}
     on.calls.attention(native(_native.Attention, **fields, **where, **seen))

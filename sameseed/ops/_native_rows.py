@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sameseed.ops._layout import FLOATS, SERVED, T, describe, native, native_weight
-from sameseed.ops._rows import ExpertWeights, RowSource, Views, outlier_product, outlier_views, plain_rows
+from sameseed.ops._rows import ExpertWeights, RowSource, outlier_product, outlier_views, plain_rows
 from sameseed.scheme import QuantTensor, round_rows
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -24,9 +24,7 @@ with suppress(ImportError):  # cpu.py then says that the module is missing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 F32 = torch.float32
-_weights: dict[int, _native.Weight] = {}  # native descriptions, by id of the QuantTensor while it exists
-_sets: dict[int, _native.ExpertSet] = {}  # by id of the ExpertWeights while it exists
-_views: dict[int, Views] = {}  # by id of the QuantTensor while it exists
+_described: dict[tuple[Callable[..., Any], int], Any] = {}  # by what makes them, and the id of what exists meanwhile
 
 
 class Executor(NamedTuple):
@@ -60,17 +58,18 @@ def check_fit(what: str, got: object, wanted: object) -> None:
         raise ValueError(f"{what}: {got} does not fit {wanted}")
 
 
-def described(known: dict[int, T], x: Any, make: Callable[[Any], T]) -> T:
-    """The native description of `x`. It is made once, because the tensors of `x` never move."""
-    made = known.get(id(x))
+def described(make: Callable[[Any], T], x: Any) -> T:
+    """The native description `make(x)`. It is made once, because the tensors of `x` never move."""
+    key = make, id(x)
+    made: T | None = _described.get(key)
     if made is None:
-        made = known[id(x)] = make(x)
-        weakref.finalize(x, known.pop, id(x), None)
+        made = _described[key] = make(x)
+        weakref.finalize(x, _described.pop, key, None)
     return made
 
 
 def _weight(w: QuantTensor) -> _native.Weight:
-    return described(_weights, w, _dense_weight if w.layout == "plain" else describe)
+    return described(_dense_weight if w.layout == "plain" else describe, w)
 
 
 def vector(what: str, x: Tensor | None, length: int) -> Tensor | None:
@@ -123,7 +122,7 @@ def product(
     """
     if w.activations == "outliers":
         x = rows.prepared(rms_norm, silu_mul, gelu_mul)
-        return outlier_product(product, x, described(_views, w, outlier_views), bias, residual)
+        return outlier_product(product, x, described(outlier_views, w), bias, residual)
     if w.activations == "fp8":
         rows = plain_rows(round_rows(rows.prepared(rms_norm, silu_mul, gelu_mul), w.group))
     outputs, depth = w.shape
@@ -227,7 +226,7 @@ def experts(
         if bias is not None:
             check_fit("bias", (bias.dtype, bias.is_contiguous(), bias.numel()), (F32, True, num_experts * width))
     out = on.empty(*x.shape)
-    weights = {"router": _weight(w.router), "set": described(_sets, w, _expert_set)}
+    weights = {"router": _weight(w.router), "set": described(_expert_set, w)}
     if logits is not None:
         check_fit("logits", (logits.is_contiguous(), logits.shape), (True, (len(x), num_experts)))
     names = ("router_bias", "gate_up_bias", "down_bias", "top_k", "normalize", "chosen_by", "factor", "factors")
