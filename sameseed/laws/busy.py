@@ -13,7 +13,7 @@ from sameseed.laws.check import Effort, Found, check
 from sameseed.laws.sampled import sampling_settings
 from sameseed.laws.subject import FRESH, Subject, Tokens
 from sameseed.laws.texts import SAME_TEXTS, compare
-from sameseed.request import Completion, Delta, Request, SamplingParams
+from sameseed.request import Completion, Delta, Request, SamplingParams, Sequence
 
 SEQS, ROWS, BLOCK = 10, 14, 4  # limits of a crowded engine: sequences, rows of a pass, rows of a cache block
 STAGES = ("waiting", "in_its_prompt", "writing", "preempted")  # stages of a request in which one is aborted
@@ -72,7 +72,7 @@ def coming_and_going(subject: Subject, effort: Effort) -> Found:
         for name, room in (("the draft", 3), ("trees", 3), ("the draft, room for all", SEQS)):
             drafter = subject.trees(jobs, plain, turn) if name == "trees" else None
             engine = subject.engine(drafter=drafter, block=BLOCK, rows=ROWS, seqs=SEQS, tokens=room * longest)
-            done = _Crowd(subject, found, engine, jobs).run()
+            done = _crowded(subject, found, engine, jobs)
             stayed = [i for i, c in enumerate(done) if c.finish_reason.value != "abort"]
             left = [i for i in range(len(jobs)) if i not in stayed]
             mine, truth, got = [jobs[i] for i in stayed], [plain[i] for i in stayed], [done[i] for i in stayed]
@@ -87,47 +87,42 @@ def coming_and_going(subject: Subject, effort: Effort) -> Found:
     return found
 
 
-class _Crowd:
-    """Runs jobs that arrive four per step, and aborts the first request found in each of STAGES."""
+def _crowded(subject: Subject, found: Found, engine: Engine, jobs: Seq[Request]) -> list[Completion]:
+    """Completions, in order, of jobs that arrive four per step; the first request in each of STAGES is aborted.
 
-    def __init__(self, subject: Subject, found: Found, engine: Engine, jobs: Seq[Request]) -> None:
-        self.subject, self.found, self.engine, self.jobs = subject, found, engine, jobs
-        self.wanted = list(STAGES)
+    Counts passes of more than five sequences, one within its prompt.
+    """
+    done, coming, wanted = dict[str, Completion](), list(jobs), list(STAGES)
+    steps = 400 + 60 * len(jobs)
+    while (coming or engine.has_work) and steps:
+        steps -= 1
+        for job in coming[:4]:
+            engine.add(job)
+        del coming[:4]
+        deltas: list[Delta] = []
+        staged = ((_stage(engine, live.seq), live.request.request_id) for live in engine._live.values())
+        stage, request_id = next((each for each in staged if each[0] in wanted), ("", ""))
+        if stage:
+            wanted.remove(stage)
+            found.sizes[f"aborted_{stage}"] += 1
+            deltas = engine.abort(request_id)
+            if not deltas:
+                found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
+        deltas = deltas or engine.step()
+        done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
+        running = engine.scheduler.running
+        begun = any(0 < seq.num_cached < seq.num_prompt for seq in running)
+        found.sizes["crowded_chunks"] += begun and len(running) > 5
+    return subject.over(engine, [done[job.request_id] for job in jobs])
 
-    def run(self) -> list[Completion]:
-        """Completions of all jobs, in order. Counts passes of more than five sequences, one within its prompt."""
-        engine, done, coming = self.engine, dict[str, Completion](), list(self.jobs)
-        steps = 400 + 60 * len(self.jobs)
-        while (coming or engine.has_work) and steps:
-            steps -= 1
-            for job in coming[:4]:
-                engine.add(job)
-            del coming[:4]
-            deltas = self._abort() or engine.step()
-            done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
-            running = engine.scheduler.running
-            begun = any(0 < seq.num_cached < seq.num_prompt for seq in running)
-            self.found.sizes["crowded_chunks"] += begun and len(running) > 5
-        return self.subject.over(engine, [done[job.request_id] for job in self.jobs])
 
-    def _abort(self) -> list[Delta]:
-        """Abort the first request that is in a stage still wanted; returns its deltas, or [] where there is none."""
-        for live in self.engine._live.values():
-            seq = live.seq
-            if seq not in self.engine.scheduler.running:
-                stage = "preempted" if seq.num_preemptions else "waiting"
-            elif not seq.num_output and seq.num_cached > 0:
-                stage = "in_its_prompt"
-            else:
-                stage = "writing" if seq.num_output > 2 else ""
-            if stage in self.wanted:
-                self.wanted.remove(stage)
-                self.found.sizes[f"aborted_{stage}"] += 1
-                left = self.engine.abort(live.request.request_id)
-                if not left:
-                    self.found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
-                return left
-        return []
+def _stage(engine: Engine, seq: Sequence) -> str:
+    """The stage of a request in STAGES; "" between them."""
+    if seq not in engine.scheduler.running:
+        return "preempted" if seq.num_preemptions else "waiting"
+    if not seq.num_output and seq.num_cached > 0:
+        return "in_its_prompt"
+    return "writing" if seq.num_output > 2 else ""
 
 
 @check(
