@@ -109,6 +109,8 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
                 return value_of(choice, value, name, where)
     elif origin is tuple and isinstance(value, list | tuple):
         return tuple(value_of(arguments[0], item, f"{name}[{i}]", where) for i, item in enumerate(value))
+    elif origin is Mapping and isinstance(value, Mapping):
+        return {key: value_of(arguments[1], item, f"{name}.{key}", where) for key, item in value.items()}
     elif kind is Any or (isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int)):
         return value
     elif kind is float and type(value) is int and abs(value) <= LARGEST:

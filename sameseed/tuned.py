@@ -160,10 +160,6 @@ class Tuned:
                 f"profile {path} has schema {schema!r}, not {TUNED_SCHEMA!r}; tune again (--cost takes a cost profile)"
             )
         where = f"profile {path}"
-        for name in ("predicted", "measured", "quality"):
-            if not isinstance(rows := table.get(name, {}), dict):
-                raise ConfigError(f"{where}: {name}: expected a table, got {rows!r}")
-            table[name] = {key: fields.parse(TunedFigure, row, f"{where}: {name}.{key}") for key, row in rows.items()}
         chosen = table.get("chosen")
         if isinstance(chosen, dict) and isinstance(chosen.get("by_batch"), dict):
             chosen["by_batch"] = _pairs(chosen["by_batch"], where)

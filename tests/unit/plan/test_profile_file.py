@@ -58,7 +58,7 @@ def test_the_table_by_batch_has_no_gaps():
         ("profile-file/1", "profile-file/9", "tune again"), ("[machine]", "[machine", "no TOML"),
         ("num_draft_tokens", "num_draft_token", "did you mean 'num_draft_tokens'"),
         ("3-8 = 2", "4-8 = 2", "without gaps"), ("3-8 = 2", "many = 2", "without gaps"),
-        ("threads = ", "threads = true # ", "of type int"), ("[machine]", "quality = 3\n[machine]", "expected a table"),
+        ("threads = ", "threads = true # ", "of type int"), ("[machine]", "quality = 3\n[machine]", "must be of type"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_refused_with_the_remedy(old, new, message, tmp_path):
@@ -109,7 +109,7 @@ def test_goodput_decides_beyond_the_scope(tmp_path, caplog, capsys, monkeypatch)
     assert LLM(profile=path).config.spec.policy == "fixed"
     with caplog.at_level(logging.WARNING):
         LLM(profile=path, max_num_seqs=9).generate("x", params)
-        assert "above the 8 sequences" in caplog.text and "temperature" not in caplog.text
+        assert "up to 8 sequences, not 9" in caplog.text and "temperature" not in caplog.text
         LLM(profile=path).generate("x", dataclasses.replace(params, temperature=1.2))
         assert "temperature 1.2 lies outside" in caplog.text
         caplog.clear()
