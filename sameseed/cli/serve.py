@@ -44,8 +44,5 @@ def run(parsed: Parsed[ServeArgs]) -> int:
     if args.engine == "vllm":
         return int(companion("vllm").serve(args, engine, config))
     if any(getattr(args, f.name) != f.default for f in fields(VllmFlags)):
-        raise ConfigError(
-            "several GPUs or nodes, --batch-invariant and --vllm-... flags are for --engine vllm; give that, "
-            "or leave them"
-        )
+        raise ConfigError("several GPUs or nodes, --batch-invariant and --vllm-... need --engine vllm; give it")
     return serve(engine.model, engine.settings, config)

@@ -164,8 +164,7 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def one_model(name: str) -> JSONResponse:
-        if name not in service.config.names:
-            raise ApiError(404, "no model of this name here; see /v1/models", param="model", code="model_not_found")
+        service.check_model(name)
         return JSONResponse(model(name))
 
     @app.get("/", include_in_schema=False)

@@ -313,9 +313,7 @@ class Guard:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             tenant = self._config.keys.tenant(key.strip()) if scheme.lower() == b"bearer" else None
             if tenant is None:
-                raise ApiError(
-                    401, "a valid API key is missing; send 'Authorization: Bearer KEY'", code="invalid_api_key"
-                )
+                raise ApiError(401, "send a valid API key: 'Authorization: Bearer KEY'", code="invalid_api_key")
             visit.tenant = tenant
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limits.MAX_BODY:

@@ -46,12 +46,8 @@ class Gate:
         if crowded or (num_seqs and self.num_inside + num_seqs > room):
             self.num_refused += 1
             what = "too much text is inside" if crowded else f"the queue is full ({self.num_inside} sequences)"
-            raise ApiError(
-                429,
-                f"{what}; try again later",
-                code="queue_full",
-                retry_after=1 + min(30, self.num_inside // (4 * self.max_running)),
-            )
+            seconds = 1 + min(30, self.num_inside // (4 * self.max_running))
+            raise ApiError(429, f"{what}; try again later", code="queue_full", retry_after=seconds)
         self.count(tenant, 1, num_seqs, size)
         ticket = Ticket()
         ticket.callback(self.count, tenant, -1, -num_seqs, -size)

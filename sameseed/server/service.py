@@ -107,15 +107,14 @@ class Service:
         self.gate = Gate(config.max_queue, len(config.keys))
         self.metrics = ServerMetrics(client, self.gate, config.model_name)
 
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for the name of a model that is not served here."""
+        if name is not None and name not in self.config.names:
+            raise ApiError(404, "no model of this name here; see /v1/models", param="model", code="model_not_found")
+
     def loaded(self, model: str | None) -> TextCodec:
         """The model's tokenizer. Raises ApiError: 404 for a model that is not served here, 503 without an engine."""
-        if model is not None and model not in self.config.names:
-            raise ApiError(
-                404,
-                f"no model of this name here; there is {' or '.join(map(repr, self.config.names))}",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_model(model)
         self.client.check_ready()
         text = self.client.text
         assert text is not None

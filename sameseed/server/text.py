@@ -66,9 +66,7 @@ class TextCodec:
                 made.append(self._checked(list(prompt), keep))
             num_tokens += len(made[-1])
             if len(prompts) > 1 and num_tokens > limits.MAX_VALUES:
-                raise bad_request(
-                    f"the prompts have more than {limits.MAX_VALUES} tokens together; send fewer in a request", "prompt"
-                )
+                raise bad_request(f"the prompts have over {limits.MAX_VALUES} tokens together; send fewer", "prompt")
         return made
 
     async def encode(self, content: str | Render, special: bool = False) -> list[int]:
