@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
-from pydantic import BaseModel
+from pydantic import create_model
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -31,21 +31,15 @@ from sameseed.server.process import Supervised
 from sameseed.server.protocol import read
 from sameseed.server.service import Service
 
-
-class ErrorFields(BaseModel):
-    """OpenAI's fields of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of an error."""
-
-    error: ErrorFields
-    request_id: str | None = None
+# The body of an error, with OpenAI's fields, for the document.
+_FIELDS: dict[str, Any] = {
+    "message": (str, ...),
+    "type": (str, ...),
+    "param": (str | None, ...),
+    "code": (str | None, ...),
+}
+_BODY = create_model("ErrorAnswer", error=(create_model("Error", **_FIELDS), ...), request_id=(str | None, None))
+_ERRORS: dict[str, Any] = {"model": _BODY, "description": "an error"}
 
 
 class BodyRoute(APIRoute):
@@ -81,7 +75,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> tuple[ASGIApp, Ser
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses={status: {"model": ErrorAnswer, "description": "an error"} for status in ("4XX", "5XX")},
+        responses={"4XX": _ERRORS, "5XX": _ERRORS},
     )
     add_state(app, client, service.gate)
     if config.keys:  # described only: the guard checks the keys

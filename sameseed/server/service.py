@@ -90,11 +90,6 @@ def speculation(fields: Common, most: int) -> Speculation | None:
     return Speculation(policy, most if number is None and policy in ("history", "disco", "goodput") else number)
 
 
-def tenant(visit: Visit, salt: str | None) -> str:
-    """The tenant of a request, for the caches: what is kept of one tenant's texts never serves another's."""
-    return visit.tenant if salt is None else f"{visit.tenant}:{hashlib.sha256(salt.encode()).hexdigest()[:16]}"
-
-
 LAST_TOKENS = 16  # last tokens of a prompt, which may hold a mark that opens or closes the reasoning
 Arrived = Annotated[Visit, Depends(visit_of)]  # no part of the API
 
@@ -163,11 +158,12 @@ class Service:
             thoughts = partial(Harmony, end) if text.calls == "openai" else partial(Thoughts, reasoning, end)
         own, facts = speculation(fields, self.config.max_draft_tokens), self.client.facts
         num_draft_tokens = facts["num_draft_tokens"] if facts["method"] != "none" else 0
+        salt = "" if fields.cache_salt is None else f":{hashlib.sha256(fields.cache_salt.encode()).hexdigest()[:16]}"
         add = Add(
             visit.id,
             prompts,
             params,
-            tenant=tenant(visit, fields.cache_salt),
+            tenant=visit.tenant + salt,  # for the caches: what is kept of one tenant's texts never serves another's
             speculation=own,
             score_prompt=fields.repeats and fields.top is not None,
             choice=fields.choice,
