@@ -100,14 +100,21 @@ def _no_drafter_fails(caplog: pytest.LogCaptureFixture, request: pytest.FixtureR
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """`spied(owner, name, seen)`: calls owner.name as ever; the list holds seen(arguments) for each call so far."""
+    """`spied(owner, name, seen)`: calls owner.name as ever; the list holds seen(arguments) for each call so far.
 
-    def spy(owner: Any, name: str, seen: Callable[..., Any]) -> list[Any]:
+    Without `seen` it holds what the calls returned.
+    """
+
+    def spy(owner: Any, name: str, seen: Callable[..., Any] | None = None) -> list[Any]:
         calls, right = [], getattr(owner, name)
 
         def noted(*args: Any, **named: Any) -> Any:
-            calls.append(seen(*args, **named))
-            return right(*args, **named)
+            if seen is not None:
+                calls.append(seen(*args, **named))
+            result = right(*args, **named)
+            if seen is None:
+                calls.append(result)
+            return result
 
         monkeypatch.setattr(owner, name, noted)
         return calls

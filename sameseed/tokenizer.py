@@ -361,15 +361,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise VocabularyError unless both tokenizers have the same tokens with the same ids (padding is ignored)."""
-    mine, its = target.vocabulary(), draft.vocabulary()
-    for piece, token in sorted(its.items(), key=lambda item: item[1]):
-        if mine.get(piece) != token:
-            other = target.token(token)
-            raise VocabularyError(
-                f"the draft model's token {token} is {piece!r}, the target's {other!r}; use a draft of its own family"
-            )
-    if len(its) < len(mine):
-        piece, token = next((p, t) for p, t in sorted(mine.items(), key=lambda item: item[1]) if p not in its)
+    differing = [token for _, token in target.vocabulary().items() ^ draft.vocabulary().items()]
+    if differing:
+        token = min(differing)
         raise VocabularyError(
-            f"the draft model lacks the target's token {token} ({piece!r}); use a draft with the target's own tokenizer"
+            f"the draft model's token {token} is {draft.token(token)!r}, the target's {target.token(token)!r}; "
+            "use a draft of its own family"
         )

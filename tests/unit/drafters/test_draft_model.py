@@ -84,22 +84,20 @@ def test_a_folder_is_drafted_with_as_what_it_is(pair_folders, folder, method, wr
         build_engine(target, EngineConfig(max_num_seqs=2, spec=SpecConfig(wrong, model)))
 
 
-def engines_both_ways(pair, k, options):
-    """Two engines, whose chains grow in one native call and by a pass a token; and what the native calls return."""
-    at_once, by_token = (make_engine(pair, "draft_model", k=k, options=options) for _ in range(2))
-    calls, grow = [], at_once.drafter.runner.grow
+@pytest.fixture
+def engines_both_ways(pair, spied):
+    """Makes two engines, whose chains grow in one native call and by a pass a token; and what the calls return."""
 
-    def watched(*how):
-        calls.append(grow(*how))
-        return calls[-1]
+    def made(k, options):
+        at_once, by_token = (make_engine(pair, "draft_model", k=k, options=options) for _ in range(2))
+        by_token.drafter.runner.grow = lambda *_: None
+        return at_once, by_token, spied(at_once.drafter.runner, "grow")
 
-    at_once.drafter.runner.grow = watched
-    by_token.drafter.runner.grow = lambda *_: None
-    return at_once, by_token, calls
+    return made
 
 
 @pytest.mark.parametrize(("siblings", "limit", "threads"), [(0, 0, 1), (1, 0, 1), (2, 200, 1), (3, 0, 2)])
-def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, threads):
+def test_chains_of_one_call_are_those_of_a_pass_a_token(engines_both_ways, siblings, limit, threads):
     """Chains of one native call equal those of one pass per token: tokens, siblings, confidences and cached rows.
 
     Cases: texts that end, truncated sampling, chains ended by the policy or by an unlikely token, the end of the
@@ -111,7 +109,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
     cold = replace(flat, temperature=0.001)  # most siblings have the probability 0
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending, cold]
     wide, width = 1 + siblings, limit or TOKENIZER_SIZE
-    at_once, by_token, calls = engines_both_ways(pair, 9 * wide, {"siblings": siblings})
+    at_once, by_token, calls = engines_both_ways(9 * wide, {"siblings": siblings})
     prompts = random_prompts(len(asked), seed=4, vocab_size=width)
     seqs = [Sequence(i, prompt, how, 50 + i) for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True))]
     long = Sequence(9, tuple(random_prompts(1, seed=2, vocab_size=width)[0] * 60)[:253], asked[0], 1)
@@ -138,10 +136,10 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(pair, siblings, limit, t
 
 @pytest.mark.parametrize("siblings", [0, 2])
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_p": 1.0}, {"top_p": 0.9}], ids=str)
-def test_chains_of_a_reduced_vocabulary_are_those_of_a_pass_a_token(pair, siblings, changes):
+def test_chains_of_a_reduced_vocabulary_are_those_of_a_pass_a_token(engines_both_ways, siblings, changes):
     """In one native call where its choice takes the noise by token id: greedily, or sampled without truncation."""
     ids, asked = list(range(1, TOKENIZER_SIZE, 2)), replace(ASKED, **{"temperature": 1.2, **changes})
-    at_once, by_token, calls = engines_both_ways(pair, 9, {"siblings": siblings, "vocabulary": str(ids)})
+    at_once, by_token, calls = engines_both_ways(9, {"siblings": siblings, "vocabulary": str(ids)})
     seqs = [Sequence(i, prompt, asked, 50 + i) for i, prompt in enumerate(random_prompts(3, seed=4))]
     found, wanted = (engine.drafter.propose(seqs, [9] * 3) for engine in (at_once, by_token))
     assert [found.nodes(b) for b in range(3)] == [wanted.nodes(b) for b in range(3)]
@@ -195,23 +193,16 @@ def favouring(model, token):
     return Llama(model.config, weights, model.ops, model.max_model_len)
 
 
-def test_padding_of_the_draft_is_never_proposed(pair, tmp_path):
+def test_padding_of_the_draft_is_never_proposed(pair, tmp_path, spied):
     """The draft's LM head has more rows than the target's; choosing one of the surplus rows ends the chain."""
     wide = with_draft(pair, tmp_path / "wide", vocab_size=MODEL_VOCAB + 64)
     wide = Pair(wide.target, favouring(wide.draft, MODEL_VOCAB + 5), wide.tokenizer)
     engine = make_engine(wide, "draft_model", k=4)
     assert engine.drafter.followers.vocab_limit == MODEL_VOCAB
-    seen = []
-    propose = engine.drafter.propose
-
-    def watched(seqs, num_draft):
-        draft = propose(seqs, num_draft)
-        seen.extend(draft.tokens.tolist())
-        return draft
-
-    engine.drafter.propose = watched
+    drafts = spied(engine.drafter, "propose")
     done = run(engine, PROMPTS, ASKED)
     assert texts(done) == texts(run(make_engine(pair), PROMPTS, ASKED))
+    seen = [token for draft in drafts for token in draft.tokens.tolist()]
     assert max(seen, default=0) < MODEL_VOCAB
     asked = sum(c.metrics.spec.num_rounds for c in done) * 4
     assert len(seen) < asked // 2, "the favourite did cut most drafts short"

@@ -92,15 +92,11 @@ def test_candidates_are_ranked_as_the_request_asks(easy):
 
 @pytest.mark.parametrize(("k", "least"), [(1, None), (5, None), (12, None), (64, None), (12, 0.2)])
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
-def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders, easy, head, k, least):
+def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders, easy, spied, head, k, least):
     engine = engine_of(pair_of(folders, easy, head), k, depth=6, top_k=5, block=4, confidence=least)
     runner = engine.drafter.runner
-    in_one_call, given = runner.grow, []
-
-    def watched(*how):
-        given.append(in_one_call(*how))
-        return given[-1]
-
+    given = spied(runner, "grow")
+    in_one_call = runner.grow
     flat = replace(DRAWN, temperature=1.5, top_p=1.0)
     ending = replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
     asked = [GREEDY, DRAWN, replace(flat, top_k=7), replace(flat, min_p=0.02), ending]
@@ -111,7 +107,7 @@ def test_trees_that_grow_in_one_call_are_those_that_grow_level_by_level(folders,
             assert engine.runner.blocks.reserve(seq, len(seq) + k)
         decode_step(engine.runner, engine.drafter, seqs, [s.num_pending for s in seqs], num_draft)
         num_draft = [max(1, k - i) for i in range(len(seqs))]
-        runner.grow = watched
+        runner.grow = in_one_call
         found = engine.drafter.propose(seqs, num_draft)
         runner.grow = lambda *_: None
         wanted = engine.drafter.propose(seqs, num_draft)

@@ -114,26 +114,16 @@ def test_a_drafter_without_a_name_keeps_nothing(pair_folders, cache):
     assert SpecConfig().drafter is None and Acceptance(4).as_arrays()["kinds"].sum() == 0.0
 
 
-def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(pair_folders, monkeypatch):
+def test_a_looping_text_does_not_hide_what_the_model_behind_a_lookup_costs(pair_folders, monkeypatch, spied):
     target, draft = map(str, pair_folders)
     engine = LLM(target, draft=f"suffix + {draft}", policy="fixed").engine
     first = engine.drafter
-    asked = dict.fromkeys((first, *first.below), 0)
-
-    def watch(drafter):
-        propose = drafter.propose
-
-        def watched(seqs, num_draft):
-            asked[drafter] += sum(k > 0 for k in num_draft)
-            return propose(seqs, num_draft)
-
-        monkeypatch.setattr(drafter, "propose", watched)
-
-    for drafter in asked:
-        watch(drafter)
+    asked = [
+        spied(drafter, "propose", lambda _, lengths: sum(k > 0 for k in lengths)) for drafter in (first, *first.below)
+    ]
     monkeypatch.setattr(calibrate, "QUICK", math.inf)  # two rounds before the measured ones, on a slow machine too
     measure_rounds(engine.runner, first, seconds=60.0)
-    assert min(asked.values()) >= 58, "two rounds before and ten with drafts, of one sequence and of four"
+    assert min(map(sum, asked)) >= 58, "two rounds before and ten with drafts, of one sequence and of four"
 
 
 def test_an_engine_tells_what_lies_between_its_passes_and_counts_nothing_of_it(pair_folders):
