@@ -49,16 +49,6 @@ def cascade_of(pair, below, asked, k, **options):
     return engine
 
 
-def test_the_model_is_a_drafter_as_good_as_alone(pair):
-    """The drafter below does not change the middle model's tokens: the target accepts what it would without `below`."""
-    alone = make_engine(pair, "draft_model", k=4)
-    run(alone, PROMPTS, GREEDY)
-    helped = make_engine(pair, "cascade", k=4, options={"min_length": 4}, below=(SUFFIX,))
-    run(helped, PROMPTS, GREEDY)
-    assert helped.metrics.num_accepted_tokens_per_pos == alone.metrics.num_accepted_tokens_per_pos
-    assert helped.metrics.num_draft_tokens == alone.metrics.num_draft_tokens
-
-
 def written(pair, prompt, length):
     """The prompt and the text that the pair's draft model writes after it."""
     twin = Pair(pair.draft, pair.draft, pair.tokenizer)
