@@ -93,8 +93,7 @@ async def test_a_whole_address_as_the_target(address, target):
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [GET, H2C, POST + b"Content-Length: 5\r\n\r\n" + BODY, POST + CHUNKED + b"\r\n" + CHUNKS, GET + GET + GET],
+    "sent", [GET, H2C, POST + b"Content-Length: 5\r\n\r\n" + BODY, POST + CHUNKED + b"\r\n" + CHUNKS, GET + GET + GET]
 )
 async def test_who_closes_one_half_gets_all_answers(address, sent, caplog):
     got = await said(address[0], sent)
