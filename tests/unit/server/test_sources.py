@@ -1,4 +1,4 @@
-"""What the sources must not use: code from data, other programs and, in the server process, torch."""
+"""What the server's sources must not use: other programs, connections outwards and torch."""
 
 import ast
 import subprocess
@@ -9,11 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE, VLLM = ROOT / "sameseed", ROOT / "packages" / "vllm" / "sameseed_vllm"
-EVERYWHERE = sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("packages/*/sameseed_*/**/*.py")])
 DOOR = [VLLM / f"{n}.py" for n in ("client", "link", "passable", "proxy", "relay")]
 SERVER = [*sorted((PACKAGE / "server").rglob("*.py")), *DOOR]
 LINK = "link.py"  # makes the only connection: to the Unix socket of the vLLM that the server started
-FROM_DATA = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"subprocess", "multiprocessing", "pty", "ctypes", "code", "codeop", "runpy"}
 OUTWARDS = {"urllib", "http", "httpx", "requests", "aiohttp", "ftplib", "smtplib", "telnetlib", "socketserver"}
 STARTS = {"system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile"}
@@ -40,17 +38,6 @@ def calls(tree):
             elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
                 found.append(f"{node.func.value.id}.{node.func.attr}")
     return found
-
-
-def test_nothing_runs_from_data():
-    banned = {"eval", "exec", "compile", "__import__", "torch.load", "ast.literal_eval", "jinja2.Environment"}
-    assert len(EVERYWHERE) > 100
-    for path in EVERYWHERE:
-        text = path.read_text()
-        tree = ast.parse(text)
-        assert not imports(tree) & FROM_DATA, path
-        assert not set(calls(tree)) & banned, path
-        assert "trust_remote_code" not in text or path.name == "habits.py", path  # it drops the parameter
 
 
 @pytest.mark.parametrize("path", SERVER, ids=lambda p: f"{p.parent.name}/{p.name}")
