@@ -1,7 +1,8 @@
-"""The server's life: a dead engine is replaced, bad clients harm nobody, SIGTERM drains, bad settings give one line."""
+"""The server's life: a dead engine, SIGTERM, bad settings, few file descriptors, a full disk, clients that wait."""
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -9,12 +10,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
-from fixtures_server import Server, children, gauge, wait_until
+from fixtures_server import START, Server, children, gauge, num_files, wait_until
 
 from sameseed.errors import ConfigError
 from sameseed.server.run import bind
@@ -230,3 +232,80 @@ def test_a_model_that_cannot_be_loaded_is_one_line():
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
         bind("127.0.0.1", taken.getsockname()[1])
+
+
+FILES = 120
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+
+
+@pytest.fixture(scope="module")
+def crowded(pair_folders):
+    """A server with few file descriptors, whose log goes to a device that is always full."""
+    limits = FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with open("/dev/full", "w") as full:
+        few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        flags = ["--model", str(pair_folders[0]), "--draft", "ngram", "--max-num-seqs", "4"]
+        made = Server(*flags, stderr=full, preexec_fn=few)
+    try:
+        wait_until(lambda: httpx.get(f"{made.url}/ready").is_success, START)
+        yield made
+    finally:
+        assert made.stop() == 0
+        assert not children(made.process.pid)
+
+
+def was_refused(connection):
+    """Whether the server closed the connection at once because there are too many."""
+    connection.settimeout(0.05)
+    try:
+        said = connection.recv(4096)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    assert not said or (b"503 Service Unavailable" in said and json.loads(said.partition(b"\r\n\r\n")[2])["error"])
+    return True
+
+
+def test_connections_without_number(crowded):
+    """200 silent connections use up the file descriptors that are meant for clients, and no more.
+
+    Accepted clients are not affected, a dead engine is still replaced, and once the connections close there is room
+    again.
+    """
+    with crowded.client() as http, ExitStack() as stack:
+        alone, before = complete(http), num_files(crowded.process.pid)
+        idle = [stack.enter_context(crowded.connect()) for _ in range(200)]
+        assert complete(http) == alone
+        refused = [was_refused(connection) for connection in idle]
+        assert refused.count(False) < FILES and refused.count(True) > 200 - FILES
+        assert num_files(crowded.process.pid) < FILES
+        engine = crowded.engine_pid
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: http.get("/health").status_code == 503)
+        wait_until(lambda: http.get("/ready").status_code == 200)
+        assert complete(http) == alone and crowded.engine_pid != engine
+        stack.close()
+        wait_until(lambda: num_files(crowded.process.pid) <= before)
+        with crowded.client() as other:
+            assert complete(other) == alone
+
+
+def test_who_does_not_read_holds_up_nobody(crowded):
+    body = json.dumps(
+        {"prompt": "the sum of", **FIELDS, "n": 8, "max_tokens": 200, "stream": True, "logprobs": 20}
+    ).encode()
+    with crowded.client() as http, ExitStack() as stack:
+        alone = complete(http)
+        for _ in range(3):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", crowded.port))
+            connection.sendall(HEAD + b"%d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: gauge(http, "num_requests_running") > 0)
+        assert complete(http) == alone
+        wait_until(lambda: gauge(http, "num_requests_running") == 0)  # the engine does not wait for readers
+        stack.close()
+        wait_until(lambda: gauge(http, "kv_cache_usage_perc") == 0)
+        wait_until(lambda: num_files(crowded.process.pid) < 40)
+        assert complete(http) == alone
