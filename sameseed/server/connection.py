@@ -1,9 +1,7 @@
 """The way of every request to the routes: HTTP/1.1 connections with limits; the guard: keys, hosts, sizes; the body.
 
 The guard also assigns request ids, counts answers, and gives all errors one format. It decides by the path that the
-router sees (of the connection, percent-decoded), never by a URL made from headers. Without a key it admits only GET (or
-HEAD) of /health, /ready and /. The last is the playground: the same bytes for everyone, which fetches its
-data with a key.
+router sees (of the connection, percent-decoded), never by a URL made from headers.
 """
 
 from __future__ import annotations
@@ -167,7 +165,7 @@ class Patient(H11Protocol):
 
 
 log = logging.getLogger("sameseed.server")
-OPEN = ("/health", "/ready", "/")
+OPEN = ("/health", "/ready", "/")  # need no key; the last is the playground, the same bytes for everyone
 MAX_HEADERS = 100
 MAX_CLIENT_ID = 128
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # the others count as one: clients invent them

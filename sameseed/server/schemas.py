@@ -300,9 +300,9 @@ def _tell_apart(unions: Unions, node: dict[str, Any], discriminator: Any) -> Non
     A discriminator's property becomes required: pydantic does not require it if it has a default, but refuses texts
     without it.
     """
-    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    name = str(discriminator.get("propertyName", "")) if isinstance(discriminator, dict) else ""
     branches = [unions.plain(form) for form in node["oneOf"]]
-    if are_apart([unions.values(forms, name) for forms in branches]):
+    if name and are_apart([unions.values(forms, name) for forms in branches]):
         for form in (form for forms in branches for form in forms):
             form["required"] = [*dict.fromkeys([*form.get("required", []), name])]
     elif not unions.exclude_each_other(node["oneOf"]):

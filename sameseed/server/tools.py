@@ -1,10 +1,8 @@
 """Parsers of tool calls in generated text. They work as the text arrives; the result is the same streamed or not.
 
-The chat template tells which marks open a call. What follows the mark tells how it is written: as JSON with a name and
-arguments (Hermes, Qwen, Llama 3, Granite, Mistral), as a name before its JSON (newer Mistral), as XML (Qwen3-Coder),
-as a name before JSON with quotes of its own (Gemma 4), or as Python (Llama, LFM2). A call is given out once it is
-whole; only long JSON arguments are passed on as they arrive. What is not a call of an offered tool stays text. Nothing
-that a model writes is executed or evaluated.
+The chat template tells which marks open a call; what follows the mark tells how it is written: see the readers below.
+A call is given out once it is whole; only long JSON arguments are passed on as they arrive. What is not a call of an
+offered tool stays text. Nothing that a model writes is executed or evaluated.
 """
 
 from __future__ import annotations
@@ -328,7 +326,7 @@ class Parser:
 
 
 def _json(body: str, tools: Tools) -> list[Call]:
-    """Calls as JSON objects, one after the other or in a list."""
+    """Calls as JSON objects, one after the other or in a list (Hermes, Qwen, Llama 3, Granite, Mistral)."""
     calls: list[Call] = []
     at = 0
     try:
@@ -344,7 +342,7 @@ def _json(body: str, tools: Tools) -> list[Call]:
 
 
 def _named(body: str, tools: Tools) -> list[Call]:
-    """A name before its arguments: `name[ARGS]{...}`."""
+    """A name before its arguments: `name[ARGS]{...}` (newer Mistral)."""
     return _with_head(_NAMED.match(body), body, tools)
 
 

@@ -147,13 +147,12 @@ class Unions:
                 found.append(part)
         return found
 
-    def values(self, forms: list[Any], name: Any) -> set[Value]:
+    def values(self, forms: list[Any], name: str) -> set[Value]:
         """The values that schemas of objects list for a property; empty if one of them allows others."""
         found = set[Value]()
         for form in forms:
-            properties = form.get("properties") if isinstance(form, dict) and form.get("type") == "object" else None
-            part = properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
-            values = listed_values(self.plain(part))
+            is_object = isinstance(form, dict) and form.get("type") == "object"
+            values = listed_values(self.plain(form.get("properties", {}).get(name) if is_object else None))
             if not values:
                 return set()
             found |= values
@@ -163,14 +162,14 @@ class Unions:
         """Whether the values of a property tell objects apart, or properties that each requires and no other allows."""
         if any(not isinstance(form, dict) or types_of(form) != {"object"} for forms in rivals for form in forms):
             return False
-        required = [[_names(form, "required") for form in forms] for forms in rivals]
+        required = [[{*form.get("required", ())} for form in forms] for forms in rivals]
         shared = set.intersection(*(names for forms in required for names in forms))
         if any(are_apart([self.values(forms, name) for forms in rivals]) for name in sorted(shared)):
             return True
         plain = [form for forms in rivals for form in forms]
         if any(form.get("additionalProperties") is not False or "patternProperties" in form for form in plain):
             return False
-        allowed = [set[str]().union(*(_names(form, "properties") for form in forms)) for forms in rivals]
+        allowed = [set[str]().union(*(form.get("properties", ()) for form in forms)) for forms in rivals]
         num_allowing = Counter(name for names in allowed for name in names)
         own = [{name for name in names if num_allowing[name] == 1} for names in allowed]
         told = [all(names & ours for names in forms) for forms, ours in zip(required, own, strict=True)]
@@ -197,11 +196,6 @@ def _are_texts(names: Any) -> bool:
 def are_apart(sets: list[set[Any]]) -> bool:
     """Whether no set is empty and no two have a value in common."""
     return all(sets) and len(set[Any]().union(*sets)) == sum(map(len, sets))
-
-
-def _names(form: dict[str, Any], key: str) -> set[str]:
-    names = form.get(key)
-    return {name for name in names if isinstance(name, str)} if isinstance(names, dict | list) else set()
 
 
 def _kind(value: Any) -> str:
