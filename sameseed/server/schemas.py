@@ -78,6 +78,7 @@ class _SchemaWriter:
         self._root, self._name, self._unions = root, name, Unions(root)
         self._num_nodes = self._num_values = self._num_patterns = self._num_characters = 0
         self._places: dict[int, str] = {id(root): "#"}  # where references lead in the new schema, by id of their target
+        self._open = set[int]()  # ids of the schemas that are being written
         self._defs: dict[str, Any] = {}
         self._waiting = list[tuple[str, Any, str]]()  # name in `$defs`, schema and place of what is still to write
         self._one_of = list[tuple[dict[str, Any], Any]]()  # unions, each with its discriminator
@@ -108,6 +109,9 @@ class _SchemaWriter:
             return True
         if not isinstance(node, dict):
             raise self._fault(place, "must be an object; nothing matches false")
+        if id(node) in self._open:  # merged schemas may hold themselves
+            return {"$ref": self._place(node, place)}
+        self._open.add(id(node))
         made = telling(node)
         _modernize(made)
         for key in ("anyOf", "oneOf", "allOf"):
@@ -134,6 +138,7 @@ class _SchemaWriter:
         self._parts(made, place, depth + 1)
         if "oneOf" in made:
             self._one_of.append((made, node.get("discriminator")))
+        self._open.remove(id(node))
         return made
 
     def _parts(self, node: dict[str, Any], place: str, depth: int) -> None:
@@ -155,14 +160,18 @@ class _SchemaWriter:
         found = target(self._root, reference)
         if found is None:
             raise self._fault(place, "must begin with '#/', and lead to a schema in the same document")
-        if id(found) not in self._places:
-            name = re.sub(r"\W", "_", reference.rpartition("/")[2])
+        return self._place(found, reference)
+
+    def _place(self, node: dict[str, Any], place: str) -> str:
+        """Where a schema stands in the new one; it is still to be written there."""
+        if id(node) not in self._places:
+            name = re.sub(r"\W", "_", place.rpartition("/")[2])
             while name in self._defs:
                 name += "_"
-            self._defs[name] = None  # its place
-            self._places[id(found)] = f"#/$defs/{name}"
-            self._waiting.append((name, found, reference))
-        return self._places[id(found)]
+            self._defs[name] = None
+            self._places[id(node)] = f"#/$defs/{name}"
+            self._waiting.append((name, node, place))
+        return self._places[id(node)]
 
     def _whole(self, key: str, node: dict[str, Any], place: str) -> None:
         value = node[key]

@@ -349,6 +349,11 @@ WRITTEN = [
     ),
     (arm("a", {}) | {"anyOf": [{"required": ["a"]}, arm("b", DAY, "b")]}, ['{"a":1}', '{"b":"2024-01-01"}'], ["{}"]),
     ({"allOf": [arm("a", {}, **CLOSED), arm("a", {})], "unevaluatedProperties": False}, ['{"a":1}', "{}"], ['{"b":1}']),
+    (
+        arm("a", {"allOf": [{"$ref": "#"}, {"properties": {"b": {"const": 1}}}]}),  # it holds itself
+        ['{"a":{"a":{"b":1},"b":1}}', "{}"],
+        ['{"a":{"a":{"b":2}}}', '{"b":1}'],
+    ),
     ({"prefixItems": [{"$ref": "#/prefixItems/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"items": [{"$ref": "#/items/1"}, {"const": 2}]}, ["[2,2]"], ["[1]"]),
     ({"type": "string", "nullable": True}, ['"a"', "null"], ["1"]),
