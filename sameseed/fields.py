@@ -17,7 +17,7 @@ from sameseed.errors import ConfigError, SameseedError, nearest
 if sys.version_info >= (3, 11):
     import tomllib as tomllib
 else:
-    pass
+    import tomli as tomllib  # noqa: F401  # for the modules that read TOML
 
 T = TypeVar("T")
 NAMES = {Mapping: "object", tuple: "list", type(None): "none"}

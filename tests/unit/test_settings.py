@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,30 +47,23 @@ def test_a_table_becomes_the_dataclass():
     [
         ({"prat": {}}, r"^unknown option 'prat'; did you mean 'part'\? \(there are: part, name, "),
         ({"part": {"steps": 1, "zzz": 1}}, r"^part: unknown option 'zzz' \(there are: steps, rate\)$"),
-        ({"part": {}}, "^part: option 'steps' is missing; add it$"),
-        ({}, "^option 'part' is missing"),
-        ({"part": 3}, "^part: expected a table, got 3$"),
+        ({"part": {}}, "^part: option 'steps' is missing; add it$"), ({}, "^option 'part' is missing"),
         ({"part": {"steps": "3"}}, "^part: option 'steps' must be of type int, got '3'$"),
-        ({"part": {"steps": True}}, "of type int, got True"),
-        ({"part": {"steps": 1.5}}, "of type int, got 1.5"),
+        ({"part": {"steps": True}}, "of type int, got True"), ({"part": {"steps": 1.5}}, "of type int, got 1.5"),
         ({"part": {"steps": 1, "rate": False}}, "of type float, got False"),
-        ({"part": Part(1), "name": True}, "option 'name' must be of type str, got True"),
-        ({"part": Part(1), "fast": 1}, "of type bool, got 1"),
+        ({"part": Part(1), "name": True}, "'name' must be of type str, got True"),
+        ({"part": Part(1), "fast": 1}, "of type bool, got 1"), ({"part": Part(1), "more": [1]}, "'more' must be of"),
         ({"part": Part(1), "share": "all"}, "option 'share' must be of type float or none, got 'all'"),
-        ({"part": Part(1), "words": "ab"}, "option 'words' must be of type list, got 'ab'"),
+        ({"part": 3}, "^part: expected a table, got 3$"), ({"part": Part(1), "words": "ab"}, "of type list, got 'ab'"),
         ({"part": Part(1), "words": ["a", 1.5]}, r"option 'words\[1\]' must be of type str, got 1.5"),
         ({"part": Part(1), "parts": [{}]}, r"^parts\[0\]: option 'steps' is missing"),
-        ({"part": Part(1), "more": [1]}, "option 'more' must be of type object"),
     ],
-)
-def test_what_does_not_fit_is_refused(data, message):
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_its_place(data, message):
     with pytest.raises(ConfigError, match=message):
         fields.parse(Whole, data)
-
-
-def test_an_error_says_where():
-    with pytest.raises(ConfigError, match=r"^a\.toml: part: unknown option 'step'; did you mean 'steps'"):
-        fields.parse(Whole, {"part": {"step": 1}}, "a.toml")
+    with pytest.raises(ConfigError, match=r"^a\.toml: "):
+        fields.parse(Whole, data, "a.toml")
 
 
 def test_values_given_to_the_class_itself_are_checked():
@@ -153,3 +147,9 @@ def test_what_is_given_loosely_is_kept_strictly():
     for name in unset:
         with pytest.raises(RequestError, match=name):
             SamplingParams(**{name: 5})
+
+
+def test_python_before_3_11_reads_toml_by_another_package(monkeypatch):
+    monkeypatch.setattr(fields.sys, "version_info", (3, 10))
+    monkeypatch.setitem(fields.sys.modules, "tomli", "tomli")
+    assert runpy.run_path(fields.__file__)["tomllib"] == "tomli"
