@@ -12,7 +12,7 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
-MOST_PLACES = 64  # of the shortest n-gram that are compared, the latest ones
+MOST_PLACES = 512  # of the shortest n-gram that are compared, the latest: enough for 20,000 tokens of source code
 
 
 class NgramDrafter(Drafter):

@@ -308,7 +308,7 @@ def check_extra(path: Path, names: Collection[str], other_parts: tuple[str, ...]
         say_once(f"{path.name}: {left_out} tensors beside the language model (vision, audio) are left out")
     if extra:
         raise ModelLoadError(
-            f"{path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); a {config.architecture} has none of it"
+            f"{path}: unexpected tensor {extra[0][:80]} ({len(extra)} in all); no {config.architecture} has it"
         )
 
 

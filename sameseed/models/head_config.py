@@ -194,10 +194,12 @@ def check_rotation(head: Path, target: Path) -> None:
     """Raise ConfigError for a head adapted to another rotation; log a notice once where a head may need adapting."""
     own, wanted = read_json(head / "config.json").get(ROTATED_FOR), rotation_of(target)
     if own is not None and own != wanted:
-        again = "" if wanted is None else f", and turn it (sameseed quantize HEAD --head-for {target} -o DIR)"
+        seed, again = "none", ""
+        if wanted is not None:
+            seed, again = f"seed {wanted}", f", and turn it (sameseed quantize HEAD --head-for {target} -o DIR)"
         raise ConfigError(
-            f"the head {head} was turned for the rotation of seed {own}, and {target} has {wanted}; take the head "
-            f"before that{again}"
+            f"the head {head} was turned for the rotation of seed {own}, and {target} has {seed}; take the head as it "
+            f"was before{again}"
         )
     if own is None and wanted is not None:
         say_once(

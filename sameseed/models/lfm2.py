@@ -162,16 +162,10 @@ class Lfm2Moe(Mixture, Lfm2):
     def parse(cls, raw: Mapping[str, Any], where: str) -> Lfm2MoeConfig:
         base = super().parse({**raw, "block_auto_adjust_ff_dim": False}, where)
         one_of(raw.get("use_expert_bias", True), [True], f"{where}: use_expert_bias")
-        first = whole_number(raw, where, "num_dense_layers", 2, least=0, most=base.num_layers - 1)
-        return with_experts(
-            Lfm2MoeConfig,
-            base,
-            raw,
-            where,
-            normalize=bool(raw.get("norm_topk_prob", True)),
-            dense_layers=frozenset(range(first)),
-            factor=positive_number(raw, "routed_scaling_factor", 1.0, where),
-        )
+        dense = frozenset(range(whole_number(raw, where, "num_dense_layers", 2, least=0, most=base.num_layers - 1)))
+        normalize = bool(raw.get("norm_topk_prob", True))
+        factor = positive_number(raw, "routed_scaling_factor", 1.0, where)
+        return with_experts(Lfm2MoeConfig, base, raw, where, normalize=normalize, dense_layers=dense, factor=factor)
 
     @classmethod
     def layer_shapes(cls, config: Any, layer: int) -> Shapes:

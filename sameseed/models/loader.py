@@ -43,8 +43,10 @@ def resolve_model(name: str) -> Path:
     if name and path.is_dir():  # "" would be the working directory
         return _in_folder(path)
     if name and path.exists():
+        if path.suffix.lower() == GGUF:
+            return path  # its reader says what is wrong with it
         with path.open("rb") as file:
-            if path.suffix.lower() == GGUF or file.read(len(MAGIC)) == MAGIC:
+            if file.read(len(MAGIC)) == MAGIC:
                 return path
         raise ModelLoadError(f"{name} is no GGUF file; give one, or the folder of config.json and *.safetensors")
     repository, colon, label = name.partition(":")

@@ -129,7 +129,7 @@ def check_rules(config: ModelConfig, quant: QuantScheme, shapes: Shapes | None =
     modules += ["lm_head"] if config.tied_embeddings or shapes is not None else []  # a head may borrow its target's
     for glob, _ in quant.rules:
         if not any(fnmatchcase(m, glob) for m in modules):
-            raise ConfigError(f"no module fits the rule {glob!r}; these do: {', '.join(modules[:2])}, lm_head")
+            raise ConfigError(f"no module fits the rule {glob!r}; names are like {', '.join(modules[:2])}, lm_head")
 
 
 def weight_bytes(

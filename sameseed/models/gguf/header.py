@@ -163,7 +163,8 @@ class GGUFFile(TensorFile):
         for name, t in sorted(found.items(), key=lambda item: item[1].begin):
             if t.begin % alignment or t.begin < last or data + t.end > self.size:
                 raise self.unsound(
-                    f"tensor {name[:80]!r}, bytes {t.begin} to {t.end}, is unaligned, overlaps, or ends behind it"
+                    f"tensor {name[:80]!r}, bytes {t.begin} to {t.end}, is unaligned, overlaps another, or ends behind "
+                    "the file"
                 )
             last = t.end
             placed[name] = TensorInfo(t.type, t.block, t.shape, data + t.begin, data + t.end)

@@ -37,6 +37,7 @@ def by_hand(tokens, low, high, count):
 @example(start=[1, 1], grown=[], low=1, more=0, count=3, back=[0])
 @example(start=[1, 2, 8, 1, 2, 9, 1, 2], grown=[], low=2, more=2, count=1, back=[0])  # the latest occurrence wins
 @example(start=[3, 1, 2, 8, 4, 1, 2, 9, 3, 1, 2], grown=[], low=2, more=2, count=1, back=[0])  # the longest suffix
+@example(start=[3, 1, 2, 8, *[1, 2, 9] * 400, 3, 1, 2], grown=[], low=2, more=1, count=1, back=[0])  # however far
 def test_equals_a_search(start, grown, low, more, count, back):
     """Also after tokens were taken back: the index forgets them."""
     drafter = NgramDrafter(NgramDrafter.Options(max_ngram=low + more, min_ngram=low))

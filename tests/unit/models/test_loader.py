@@ -105,14 +105,10 @@ def test_pickles_are_never_opened(other, folder):
     """An opened pickle would create the trace file."""
     trace = folder / "trace"
     weights(folder).unlink()
+    refused(folder, str(folder), "no *.safetensors")
     (folder / other).write_bytes(f"cposix\nsystem\n(S'touch {trace}'\ntR.".encode())
     refused(folder, str(folder), other, "pickle", "safetensors")
     assert not trace.exists()
-
-
-def test_no_weights_at_all(folder):
-    weights(folder).unlink()
-    refused(folder, str(folder), "no *.safetensors")
 
 
 def test_code_of_a_checkpoint_is_never_run(folder):
@@ -200,6 +196,9 @@ def test_a_folder_is_itself(folder, monkeypatch):
     assert resolve_model("model") == Path("model")
     monkeypatch.setenv("HOME", str(folder.parent))
     assert resolve_model("~/model") == folder
+    hidden = folder / "hidden.gguf"
+    hidden.touch(mode=0)  # its reader tells why it cannot be read
+    assert resolve_model(str(hidden)) == hidden
 
 
 @pytest.mark.parametrize(
