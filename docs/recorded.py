@@ -199,9 +199,16 @@ def policies(found: list[Record]) -> str:
         lost = [r for r in mine if r["goodput"][0] < LOST]
         worst = min(mine, key=lambda r: float(r["goodput"][0]))
         over = [r["over_best_fixed"][0] for r in mine if r["over_best_fixed"]]
-        row = [name, str(len(mine)), f"{mean(r['goodput'][0] for r in mine):.2f}x", str(len(lost))]
+        row = [
+            name.removesuffix(".gguf"),
+            str(len(mine)),
+            f"{mean(r['goodput'][0] for r in mine):.2f}x",
+            str(len(lost)),
+        ]
         row += [str(sum(r["goodput"][2] < LOST for r in lost)), f"{worst['goodput'][0]:.2f}x"]
-        row += [f"{worst['draft']}, T {worst['temperature']:g}, batch {worst['batch']}, {worst['texts']}"]
+        row += [
+            f"{worst['draft'].replace('.gguf', '')}, T {worst['temperature']:g}, batch {worst['batch']}, {worst['texts']}"
+        ]
         rows.append([*row, f"{mean(over):.2f}x, {min(over):.2f}x"])
     head = ["target", "cells", "mean", f"below {LOST}", "whole interval below", "worst", "where"]
     same = yes(all(r["equals_plain"] for r in cells))

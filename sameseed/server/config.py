@@ -79,9 +79,10 @@ class ServerConfig(ServerFlags):
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM, or with a password"
+            unread = [str(f) for f in (self.ssl_certfile, self.ssl_keyfile) if f and not os.access(f, os.R_OK)]
             raise ConfigError(
-                f"--ssl-certfile and --ssl-keyfile cannot be used ({why.lower().replace('_', ' ')}); give a PEM "
-                "certificate and its key, which has no password"
+                f"{' and '.join(unread) or '--ssl-certfile and --ssl-keyfile'} cannot be used "
+                f"({why.lower().replace('_', ' ')}); give a PEM certificate and its key, which has no password"
             ) from None
         return context
 
