@@ -206,9 +206,8 @@ def policies(found: list[Record]) -> str:
             str(len(lost)),
         ]
         row += [str(sum(r["goodput"][2] < LOST for r in lost)), f"{worst['goodput'][0]:.2f}x"]
-        row += [
-            f"{worst['draft'].replace('.gguf', '')}, T {worst['temperature']:g}, batch {worst['batch']}, {worst['texts']}"
-        ]
+        draft = worst["draft"].replace(".gguf", "")
+        row += [f"{draft}, T {worst['temperature']:g}, batch {worst['batch']}, {worst['texts']}"]
         rows.append([*row, f"{mean(over):.2f}x, {min(over):.2f}x"])
     head = ["target", "cells", "mean", f"below {LOST}", "whole interval below", "worst", "where"]
     same = yes(all(r["equals_plain"] for r in cells))
