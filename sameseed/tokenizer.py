@@ -364,7 +364,8 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     differing = [token for _, token in target.vocabulary().items() ^ draft.vocabulary().items()]
     if differing:
         token = min(differing)
+        its, mine = ("missing" if (piece := t.token(token)) is None else repr(piece) for t in (draft, target))
         raise VocabularyError(
-            f"the draft model's token {token} is {draft.token(token)!r}, the target's {target.token(token)!r}; "
-            "use a draft of its own family"
+            f"the draft model has another vocabulary: its token {token} is {its}, the target's is {mine}; use a draft "
+            "of the target's own family"
         )
