@@ -152,7 +152,7 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
     smaller = tmp_path / "smaller"
     write_model(smaller)
     write_tokenizer(smaller, size=280)
-    with pytest.raises(VocabularyError, match="token 280 is None, the target's"):
+    with pytest.raises(VocabularyError, match="token 280 is missing"):
         LLM(folders[0], draft=str(smaller))
 
 
