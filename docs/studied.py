@@ -16,14 +16,16 @@ def section(name: str) -> str:
     study, found = _runner.load(name), measured(name)
     parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
     most = max((num_timed(its) for its in found if its[0]["size"] != "small"), default=0)
-    parts += [shown(name, its) for its in found if its[0]["size"] != "small" or num_timed(its) > most]
+    for its in found:
+        if its[0]["size"] != "small" or num_timed(its) > most:
+            parts.append(shown(name, its))
+            if name == "rivals":  # no published figures: our own last table
+                table = study.report(its).tables[-1]
+                parts.append(markdown(table.heads, table.rows, range(1, len(table.heads))))
     known = {its[0]["size"] for its in found}
     missing = [size for size in SAID if size not in known and (size != "small" or not known)]
     if missing:
         parts.append(f"Not run yet: {', '.join(f'{SAID[size]} (`--size {size}`)' for size in missing)}.")
-    if name == "rivals" and found:  # no published figures: our own last table
-        table = study.report(found[0]).tables[-1]
-        parts.append(markdown(table.heads, table.rows, range(1, len(table.heads))))
     return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts) + "\n"
 
 
