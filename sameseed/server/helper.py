@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -73,8 +72,8 @@ class Helper:
     def refuse(self) -> None:
         """Do no more jobs: all that wait, and all later ones, end with ApiError 503."""
         self._closed = True
-        if self._pid is not None:  # who waits for its answer hears of its death
-            os.kill(self._pid, signal.SIGKILL)
+        if self._streams is not None:  # who waits for an answer reads the end, even if a fork holds the other socket
+            self._streams[1].transport.abort()
 
     async def close(self) -> None:
         self.refuse()

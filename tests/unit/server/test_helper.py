@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from fixtures_server import pretender, until
+from fixtures_server import children, pretender, until
 
 from sameseed.request import SamplingParams
 from sameseed.server import aside as asides, frames, helper
@@ -22,6 +23,7 @@ from sameseed.server.helper import Helper
 SETUP = frames.Setup(False, {}, 8, [])
 RENDER = frames.Job("template", "[[], [], {}]")
 DONE = frames.pack(HelperResult(""))
+FORKS = "import os, socket, sys; os.fork(); socket.socket(fileno=int(sys.argv[1])).makefile('rb').read()"
 
 
 async def refused(waiting):
@@ -39,10 +41,11 @@ async def test_who_is_being_prepared_when_the_server_ends_is_told(starting):
         time.sleep(0.3 if starting else 0.0)
         return SETUP
 
-    silent = pretender("sleep", "60", first=DONE, pids=pids)  # confirms its setup, and then never answers
+    # It confirms its setup, and then never answers. Its fork holds the socket, too, as one for a grammar does.
+    silent = pretender(sys.executable, "-IS", "-c", FORKS, "FD", first=DONE, pids=pids)
     made = Helper(setup, 60.0, 8, silent)
     waiting = [asyncio.ensure_future(made.ask(RENDER, "messages")) for _ in range(3)]
-    await (asyncio.sleep(0.1) if starting else until(lambda: pids))
+    await (asyncio.sleep(0.1) if starting else until(lambda: pids and children(pids[0])))
     made.refuse()
     waiting.append(asyncio.ensure_future(made.ask(RENDER, "messages")))
     assert [await refused(w) for w in waiting] == [503] * 4
@@ -64,7 +67,6 @@ def _work():
 
 def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
-    return ""
 
 
 def _much():
@@ -103,13 +105,10 @@ async def test_nothing_is_taken_after_the_end():
 
 async def test_who_is_cut_off_before_an_answer_gets_one():
     """The last resort, for tasks that the HTTP server cancels."""
-
-    counted = []
+    counted, sent = [], []
 
     async def app(scope, receive, send):
         await asyncio.sleep(60)
-
-    sent = []
 
     async def send(message):
         sent.append(message)
