@@ -31,7 +31,8 @@ _NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]{{0,64}}\s*)?(?:\[ARGS
 _PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
 _CALLED = re.compile(rf"\s*call:\s*{_NAME}\s*(?=\{{)")
 _QUOTED = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:[^"\\]|\\.)*"|(?<=[{,])([^"{}\[\]:,<]+)(?=:)', re.DOTALL)
-_LONGEST_HEAD = 160  # characters without space: more than any of these beginnings has
+# What may still become such a beginning, with single spaces.
+_BEFORE_HEAD = re.compile(r"<?\[? ?[\w-]{0,64} ?(?:\[[A-Z_]{0,7}\]? ?[\w-]{0,64} ?){0,2}")
 _GAP = re.compile(r"\s*(?:(?:;|<\|\w+\|>)\s*)*")  # between calls without marks
 _BEFORE_GAP = re.compile(r"<(?:\|\w*\|?)?")
 
@@ -257,7 +258,7 @@ class Parser:
             braces.at = max(braces.at, head.end())
             end = braces.find(buffer)
             return _named, end, end
-        may = (self._mark or begin[:1] in ("{", "[", "")) and len("".join(begin.split())) < _LONGEST_HEAD
+        may = (self._mark or begin[:1] in ("[", "")) and _BEFORE_HEAD.fullmatch(" ".join(begin.split()))
         return none if self._last or not may else None
 
     def _xml_region(self) -> tuple[Reader | None, int, int] | None:

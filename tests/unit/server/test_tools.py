@@ -237,9 +237,9 @@ def test_a_text_that_was_cut_off_is_the_same_streamed_or_not(case, data):
 
 def test_text_is_not_held_back_without_need():
     parser = Parser(SCHEMAS, FORMATS["hermes"])
-    assert parser.feed("a < b") == ["a < b"]
-    assert parser.feed("c <to") == ["c "]
-    assert parser.feed("p") == ["<top"]
+    assert [parser.feed(part) for part in ("a < b", "c <to", "p")] == [["a < b"], ["c "], ["<top"]]
+    for form, text in (("llama3", "[1,"), ("llama3", "[see also"), ("hermes", "```json\n[1,")):
+        assert joined(Parser(SCHEMAS, FORMATS[form]).feed(text)) == [text]
 
 
 @pytest.mark.parametrize(
