@@ -378,8 +378,8 @@ class QuantScheme:
             raise ConfigError(f"format {self.weights!r} has no variant -{self.variant}; it has {known}")
         needed = {None: None, "int8": "activations"}.get(self.activations, f"activations-{self.activations}")
         if needed is not None and needed not in options:
-            able = [name for name, (_, activations) in PRESETS.items() if activations == self.activations]
-            raise ConfigError(f"{self.weights!r} takes no activations in {self.activations!r}; {', '.join(able)} do")
+            able = ", ".join(name for name, (_, kind) in PRESETS.items() if kind == self.activations)
+            raise ConfigError(f"{self.weights!r} takes no activations in {self.activations!r}; take {able or 'w8a8'}")
 
     @classmethod
     def parse(cls, text: str) -> QuantScheme:
