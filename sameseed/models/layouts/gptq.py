@@ -155,7 +155,8 @@ class AwqLayout(Layout):
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         version = str(config.get("version", "gemm")).lower()
         one_of(version, ["gemm"], f"{where}: AWQ's version", REMEDY)
-        one_of(config.get("bits") or config.get("w_bit") or 4, [4], f"{where}: bits of AWQ", REMEDY)
+        bits = whole_number(config, where, "bits", whole_number(config, where, "w_bit", 4))
+        one_of(bits, [4], f"{where}: bits of AWQ", REMEDY)
         one_of(config.get("zero_point") is not False, [True], f"{where}: zero_point", REMEDY)
         self.group = group_size(config, whole_number(config, where, "q_group_size", 128, -1), where)
 
@@ -222,7 +223,8 @@ class MarlinLayout(Layout):
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.where = where
-        one_of(config.get("bits") or config.get("wbits") or 4, [4], f"{where}: bits of {self.name}", REMEDY)
+        bits = whole_number(config, where, "bits", whole_number(config, where, "wbits", 4))
+        one_of(bits, [4], f"{where}: bits of {self.name}", REMEDY)
         for flag, right in (("desc_act", False), ("sym", True)):
             one_of(config.get(flag), (None, right), f"{where}: {flag} of {self.name}", REMEDY)
         self.group = group_size(config, -1, where)
@@ -232,7 +234,8 @@ class MarlinLayout(Layout):
             return None
         height, width = shape
         if height % HEIGHT or width % DEPTH or width % (self.group or width):
-            raise ModelLoadError(f"tensor {name} {list(shape)} in groups of {self.group} cannot be {self.name}")
+            size = f"{HEIGHT} must divide its height, {DEPTH} and groups of {self.group or width} its width"
+            raise ModelLoadError(f"tensor {name} {list(shape)} cannot be {self.name}: {size}")
         group = None if self.group == width else self.group
         files.expect(f"{name}.B", ["I32"], (width // DEPTH, 2 * height))
         scales, read = self._scales(name, height, 1 if group is None else width // group, files)

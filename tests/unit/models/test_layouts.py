@@ -430,10 +430,10 @@ def refused(folder, *words):
         (AUTO | {"data_type": "mx_fp"}, ["mx_fp", "--format"]),
         (AUTO | {"extra_config": {UP: 8}}, ["extra_config", "by name"]),
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["MIXED_PRECISION", "FP8, NVFP4"]),
-        (
-            MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {UP: {"quant_algo": "W4A8_AWQ"}}},
-            ["W4A8_AWQ", "FP8, NVFP4"],
-        ),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {UP: {"quant_algo": "W4A8_AWQ"}}},
+         ["W4A8_AWQ", "FP8, NVFP4"]),
+        (AWQ | {"bits": 0}, ["bits", "whole number"]),
+        (GPTQ | {"checkpoint_format": "marlin", "bits": 0}, ["bits", "whole number"]),
         (AWQ | {"version": "gemv"}, ["gemv", "gemm"]),
         (AWQ | {"zero_point": False}, ["zero_point"]),
         (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size"]),
@@ -442,11 +442,9 @@ def refused(folder, *words):
         (ct_config(4, "int", "group", "pack-quantized", 128, sparsity_config={"format": "24"}), ["sparsity"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": ["re:(.*)*x"]}, ["too involved"]),
         (ct_config(4, "int", "group", "pack-quantized", 128) | {"ignore": [3]}, ["list of names"]),
-        (
-            ct_config(4, "int", "group", "pack-quantized", 128)
-            | {"transform_config": {"config_groups": {"R3": {"apply": [{"location": "input"}]}}}},
-            ["transform_config", "--format"],
-        ),
+        (ct_config(4, "int", "group", "pack-quantized", 128)
+         | {"transform_config": {"config_groups": {"R3": {"apply": [{"location": "input"}]}}}},
+         ["transform_config", "--format"]),
         ({"quant_method": "sameseed", "version": 2, "modules": {}}, ["version 1"]),
         ({"quant_method": "sameseed", "version": 1, "modules": {UP: "w3a3"}}, [UP, "w3a3"]),
     ],
