@@ -241,7 +241,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} is missing; a model's folder has config.json and *.safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # also of numbers of too many digits
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds no JSON object; download it again")
@@ -255,7 +255,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
 
 
 def one_of(value: Any, options: Iterable[V], what: str, remedy: str = "") -> V:
-    """`value` itself. Raises ModelLoadError, with the options and a remedy, unless it is one of them."""
+    """The option that equals `value`. Raises ModelLoadError, with the options and a remedy, where none does."""
     for option in (options := list(options)):
         if option == value:
             return option

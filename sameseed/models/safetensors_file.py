@@ -54,12 +54,18 @@ class SafetensorsFile(TensorFile):
         except SafetensorError as error:
             raise self.unsound(str(error)) from None
         data = 8 + length
-        raw = json.loads(bytes(self.read(8, data).numpy()))
+        raw = json.loads(bytes(self.read(8, data).numpy()), object_pairs_hook=_no_duplicates)
         raw.pop("__metadata__", None)
         self.entries: dict[str, Entry] = {}
         for name, value in raw.items():
             begin, end = value["data_offsets"]
             self.entries[name] = Entry(value["dtype"], tuple(value["shape"]), data + begin, data + end)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("its header names a tensor twice")
+    return found
 
 
 def name_files(folder: Path, files: Sequence[tuple[Path, Sequence[str]]], total: int) -> None:

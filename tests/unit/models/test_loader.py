@@ -142,7 +142,7 @@ def index(folder):
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "[" * 100_000, '{"weight_map": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1, "b": "c"}}',
-     '{"weight_map": {"a": ["b"]}}'],
+     '{"weight_map": {"a": ["b"]}}', "1" * 5000],
     ids=lambda t: t[:40],
 )  # fmt: skip
 def test_an_index_that_is_none(text, sharded):
@@ -248,6 +248,7 @@ def entry(begin, end, **changes):
         {"a": entry(0, 8), "b": entry(4, 12)}, {"a": entry(0, 4), "b": entry(8, 12)}, {"a": entry(0, 8)},
         {"a": entry(0, 16)}, {"a": entry(0, 12, shape=[4])}, {"a": entry(0, 12, shape=[2**40, 2**40])},
         {"a": entry(0, 12, dtype="F33")}, {"a": [0, 12]}, b"\xff{}", b"[" * 100_000,
+        b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}',
     ],
     ids=lambda e: str(e)[:60],
 )  # fmt: skip
