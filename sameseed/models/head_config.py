@@ -198,8 +198,7 @@ def check_rotation(head: Path, target: Path) -> None:
         if wanted is not None:
             seed, again = f"seed {wanted}", f", and turn it (sameseed quantize HEAD --head-for {target} -o DIR)"
         raise ConfigError(
-            f"the head {head} was turned for the rotation of seed {own}, and {target} has {seed}; take the head as it "
-            f"was before{again}"
+            f"{head} was turned for the rotation of seed {own}, {target} has {seed}; take the head before that{again}"
         )
     if own is None and wanted is not None:
         say_once(
@@ -230,7 +229,8 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
     unnamed = "eagle3" if "draft_vocab_size" in raw else "eagle"  # heads of EAGLE's authors name their layer alone
     kind = "block" if block else HEADS.get(name, unnamed if name in LAYERS.values() else "")
     if not block and (kind in ("", "block") or algorithm not in (None, "eagle3")):
-        one_of(algorithm or name, HEADS, f"{where}: a draft head of kind")
+        found = str(algorithm or name)[:80]
+        raise ModelLoadError(f"{where}: a draft head of kind {found!r} is not supported; these are: {', '.join(HEADS)}")
     inner = raw if algorithm is None else raw.get("transformer_layer_config")
     own_key = "dflash_config" if block else "eagle_config"
     own = raw.get(own_key) or {}

@@ -273,6 +273,7 @@ def test_captured_layers_are_inputs():
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"eagle_config": [3]}, "eagle_config must be an object"),
         ({"speculators_model_type": "medusa"}, "kind 'medusa' is not supported"),
+        ({"speculators_model_type": "LlamaForCausalLMEagle3", "transformer_layer_config": {}}, "is not supported"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
     ],
 )
