@@ -250,10 +250,8 @@ class Checkpoint(TensorSource):
         missing = [n for n in expected if n in free and n not in self._views]
         packed = next((n for n in self._files if n not in taken and n.endswith(PACKED)), None)
         if packed is not None and self._layout is None:
-            raise ModelLoadError(
-                f"{self.folder}: tensor {packed[:80]} is quantized, and config.json has no quantization_config: "
-                "download the folder again"
-            )
+            text = f"{self.folder}: tensor {packed[:80]} is quantized"
+            raise ModelLoadError(f"{text}, and config.json has no quantization_config: download the folder again")
         if missing:
             raise ModelLoadError(
                 f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); does config.json fit?"
@@ -318,7 +316,6 @@ def notice_rounded(path: Path, kinds: dict[str, str], shapes: Shapes) -> None:
         size = sum(math.prod(shapes[n]) * round_scheme(shapes[n][1]).bits_per_weight(shapes[n][1]) for n in kinds)
         types, schemes = sorted(set(kinds.values())), sorted({str(round_scheme(shapes[n][1])) for n in kinds})
         say_once(
-            f"{path.name}: no kernel has {', '.join(types)}; {len(kinds)} matrices are rounded to {', '.join(schemes)} "
-            f"({size / 2**33:.2f} GiB), moving a matrix by about 0.5 % (--format fp32: not at all, in four times the "
-            "memory)"
+            f"{path.name}: no kernel reads {', '.join(types)}: such matrices ({len(kinds)}) are rounded to "
+            f"{', '.join(schemes)} ({size / 2**33:.2f} GiB), by about 0.5 % (--format fp32: exact, four times as large)"
         )

@@ -65,8 +65,7 @@ def open_head(
                 fits = fits and (name.startswith("embed") or config.draft_vocab_size == config.layer.vocab_size)
                 if name not in shapes and not fits:
                     raise ModelLoadError(
-                        f"{folder}: tensor {name} is missing, and the target's has another shape; "
-                        "download the head again"
+                        f"{folder}: {name} is missing, and the target's has another shape; download the head again"
                     )
         yield config, files, shapes, layer
 

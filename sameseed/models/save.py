@@ -194,7 +194,7 @@ class _Writer:
         module = name.removesuffix(".weight")
         if tuple(value.shape) != self.expected.get(name) or isinstance(value, QuantTensor) != (module in self.schemes):
             wanted = self.schemes.get(module, "floats")
-            raise ConfigError(f"tensor {name} {list(value.shape)} is none of this model's in {wanted}")
+            raise ConfigError(f"the model has no tensor {name} {list(value.shape)} in {wanted}")
         found = {name: value} if isinstance(value, Tensor) else self._stored(module, value)
         for key, tensor in found.items():
             size = tensor.numel() * tensor.element_size()

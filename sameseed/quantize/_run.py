@@ -62,7 +62,7 @@ class QuantizePlan:
     device: str = "cpu"  # where layers are computed and rounded
 
 
-# Told of a run: what is done, of how many layers, of how many in all, and the errors of the layer just finished.
+# What is counted, how many are done, how many there are, and the errors of the layer just finished.
 Report = Callable[[str, int, int, Seq[ModuleError]], None]
 
 

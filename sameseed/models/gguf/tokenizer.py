@@ -69,9 +69,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     file.close()  # only the header is needed
     meta = file.metadata
     tokens = meta.get("tokenizer.ggml.tokens")
-    model = one_of(
-        meta.get("tokenizer.ggml.model"), ("gpt2", "llama", "gemma4"), f"{file.path}: a tokenizer of the model"
-    )
+    model = one_of(meta.get("tokenizer.ggml.model"), ("gpt2", "llama", "gemma4"), f"{file.path}: tokenizer")
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
     kinds = _array(file, "token_type", len(tokens), NORMAL).copy()

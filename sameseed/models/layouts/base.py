@@ -90,9 +90,7 @@ def cache_scale(name: str, where: str) -> bool:
 
 def float_rows(where: str) -> None:
     """Log once that a checkpoint's settings for activations are ignored."""
-    say_once(
-        f"{where}: its settings for activations are left out, and rows stay float32; only 8 bits by token are kept"
-    )
+    say_once(f"{where}: its settings for activations are left out: rows stay float32; only 8 bits by token are kept")
 
 
 def round_scheme(width: int) -> QuantScheme:

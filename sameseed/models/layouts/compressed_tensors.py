@@ -179,7 +179,6 @@ def _codes(
         codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width].contiguous()
         zeros = None if g.symmetric else unpacked(files.raw(f"{name}.weight_zero_point").T, g.bits)[:, :height].T
         return codes, scales, zeros
-
     codes, zeros = files.raw(f"{name}.weight"), None
     if not g.symmetric:
         zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)

@@ -71,8 +71,8 @@ def make_twin(
     """Write a checkpoint with the dimensions of `shape` (called `name`) that computes the function of the model `of`.
 
     An EAGLE-3 head's twin drafts for the twin of `target`, over `num_tokens` tokens (None: 32000 if possible). `out`
-    appears when it is complete; the process needs a few megabytes. `shard`: most bytes of a file. Raises ConfigError,
-    ModelSaveError (before anything is written), ModelLoadError.
+    appears when it is complete; the process needs a few megabytes. `shard`: most bytes of a file; `progress(done,
+    total)`: values. Raises ConfigError, ModelSaveError (before anything is written), ModelLoadError.
     """
     small = resolve_model(of)
     if not is_head(small) and num_tokens is not None:
