@@ -16,7 +16,7 @@ from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Shapes, WeightReader
-from sameseed.ops import TILE, ExpertWeights, parted
+from sameseed.ops import BLOCK_OUTPUTS, ExpertWeights, parted
 from sameseed.scheme import QuantTensor
 
 
@@ -197,10 +197,10 @@ def expert_views(c: MoeConfig, at: str, interleaved: bool = False) -> dict[str, 
 
 
 def _stacked(reader: WeightReader, experts: Seq[Seq[str]]) -> tuple[QuantTensor, ...]:
-    """The matrix of each expert, whose modules are joined: views of one memory where its rows fill whole tiles."""
+    """The matrix of each expert, whose modules are joined: views of one memory where its rows fill whole blocks."""
     names = [m for modules in experts for m in modules]
     height = sum(reader.shapes[f"{m}.weight"][0] for m in experts[0])
-    if height % TILE == 0 and all(reader.source.in_parts(f"{m}.weight") for m in names):
+    if height % BLOCK_OUTPUTS == 0 and all(reader.source.in_parts(f"{m}.weight") for m in names):
         whole = reader.stack(names)
         if isinstance(whole, QuantTensor):
             return parted(whole, len(experts)) or ()

@@ -24,7 +24,7 @@ from sameseed.formats._memory import Arena
 from sameseed.models.config import ROUTERS, ModelConfig, family
 from sameseed.models.layers import LayerWeights, ModelWeights, rotary_columns, rotary_order
 from sameseed.models.layouts.base import round_scheme
-from sameseed.ops import TILE, Ops, limit_threads, num_threads
+from sameseed.ops import BLOCK_OUTPUTS, Ops, limit_threads, num_threads
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
 
 Progress = Callable[[int, int], None]
@@ -150,7 +150,7 @@ def weight_bytes(
             total += torch.Size(shape).numel() * 4
             continue
         bits = matrix_bits(config, source, quant, name, shape, device)
-        total += int(-(-shape[0] // TILE) * TILE * shape[1] * bits / 8)
+        total += int(-(-shape[0] // BLOCK_OUTPUTS) * BLOCK_OUTPUTS * shape[1] * bits / 8)
     return total
 
 
@@ -381,7 +381,7 @@ class WeightReader:
         dtypes = {self.source.dtype(n) for n in names}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         values = CHUNK * (WIDER if torch.device(self.device).type == "cuda" else 1)
-        step = max(TILE, values // width // TILE * TILE)
+        step = max(BLOCK_OUTPUTS, values // width // BLOCK_OUTPUTS * BLOCK_OUTPUTS)
 
         def piece(start: int) -> QuantTensor:
             spans = list(self._spans(names, start, min(start + step, height)))

@@ -31,7 +31,7 @@ from sameseed.batch import Batch, Draws
 from sameseed.errors import ConfigError, say_once
 from sameseed.ops import reference
 from sameseed.ops._rows import (
-    TILE as TILE,
+    BLOCK_OUTPUTS as BLOCK_OUTPUTS,
     DeltaWeights as DeltaWeights,
     ExpertWeights as ExpertWeights,
     RowSource as RowSource,

@@ -1,6 +1,6 @@
 """The parts of a weight that is packed for the native kernels: shapes, types, and the native description.
 
-csrc/pack.h describes the layouts. A block has TILE outputs.
+csrc/pack.h describes the layouts. A block has BLOCK_OUTPUTS outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.ops._rows import TILE
+from sameseed.ops._rows import BLOCK_OUTPUTS
 from sameseed.scheme import BLOCKS, KQUANTS, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -99,11 +99,11 @@ def codes_of(w: QuantTensor) -> tuple[str, Tensor]:
 def shapes(w: QuantTensor, groups: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the packed parts of a weight whose rows have this many groups, without zero points."""
     (outputs, depth), step, bits = w.shape, columns(w), BITS.get(w.format, 0)
-    blocks, padded = -(-outputs // TILE), -(-depth // 8) * 8
-    codes = (blocks, padded // 2, TILE, 2) if step == 2 else (blocks, padded // step, 2, 16, 4)
+    blocks, padded = -(-outputs // BLOCK_OUTPUTS), -(-depth // 8) * 8
+    codes = (blocks, padded // 2, BLOCK_OUTPUTS, 2) if step == 2 else (blocks, padded // step, 2, 16, 4)
     if w.format == "bf16":
         return {"weight": codes}
-    scales = (blocks, groups, TILE)
+    scales = (blocks, groups, BLOCK_OUTPUTS)
     if (w.format, w.activations) == NESTED:
         return {"high": codes, "low": codes, "scales": scales}
     found: dict[str, tuple[int, ...]] = {"codes": codes, "scales": scales}

@@ -151,14 +151,9 @@ def attention(
     shape = {"count": num_seqs, "table_stride": table_stride, "rows": rows}
     sequences = native(_native.Sequences, row_offsets=offsets, kv_lens=kv_lens, block_tables=tables, **shape)
     out, sinks = on.empty(rows, heads, dim), vector("sinks", sinks, heads)
-    where = {
-        "cache": described(_cache, layer),
-        "block_size": block_size,
-        "positions": positions,
-        "sequences": sequences,
-    }
-    seen = {"tree_mask": mask, "window": _NO_WINDOW if window is None else window, "sinks": sinks}
-    fields = {"q": q, "stride": q.stride(0), "heads": heads, "scale": scale, "out": out}
+    where = {"cache": described(_cache, layer), "block_size": block_size, "sequences": sequences}
+    seen = {"positions": positions, "tree_mask": mask, "window": _NO_WINDOW if window is None else window}
+    fields = {"q": q, "stride": q.stride(0), "heads": heads, "scale": scale, "sinks": sinks, "out": out}
     on.calls.attention(native(_native.Attention, **fields, **where, **seen))
     return out
 

@@ -27,7 +27,7 @@ from sameseed.ops._layout import (
     native,
     shapes,
 )
-from sameseed.ops._rows import TILE
+from sameseed.ops._rows import BLOCK_OUTPUTS
 from sameseed.scheme import BLOCKS, KQUANTS, FileRows, QuantScheme, QuantTensor
 
 with suppress(ImportError):  # cpu.py then says that the module is missing
@@ -42,12 +42,12 @@ _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_
 
 def by_block(x: Tensor) -> Tensor:
     """Reorder x [O, K/G] to [O/32, K/G, 32], padded with zeros."""
-    whole, rest = divmod(x.shape[0], TILE)
+    whole, rest = divmod(x.shape[0], BLOCK_OUTPUTS)
     if not rest:
-        return x.view(whole, TILE, x.shape[1]).transpose(1, 2).contiguous()
-    padded = roomy((whole + 1, x.shape[1], TILE), x.dtype, x.device).zero_()
-    padded[:whole] = x[: whole * TILE].view(whole, TILE, x.shape[1]).transpose(1, 2)
-    padded[whole, :, :rest] = x[whole * TILE :].T
+        return x.view(whole, BLOCK_OUTPUTS, x.shape[1]).transpose(1, 2).contiguous()
+    padded = roomy((whole + 1, x.shape[1], BLOCK_OUTPUTS), x.dtype, x.device).zero_()
+    padded[:whole] = x[: whole * BLOCK_OUTPUTS].view(whole, BLOCK_OUTPUTS, x.shape[1]).transpose(1, 2)
+    padded[whole, :, :rest] = x[whole * BLOCK_OUTPUTS :].T
     return padded
 
 
@@ -138,7 +138,7 @@ def unpack(w: QuantTensor) -> QuantTensor:
     for name in w.parts.keys() - {key, "high", "low", "nans"}:
         part = w.parts[name]
         if name in _MULTIPLES:
-            part = part.permute(0, 1, 4, 2, 3).reshape(len(part), -1, TILE)
+            part = part.permute(0, 1, 4, 2, 3).reshape(len(part), -1, BLOCK_OUTPUTS)
         parts[name] = part.transpose(1, 2).flatten(0, 1)[: w.shape[0]].contiguous()
     return replace(w, parts=parts, layout="plain")
 
@@ -180,7 +180,7 @@ def read(
     kind, depth, joined = pieces[0].kind, pieces[0].shape[1], sum(p.shape[0] for p in pieces)
     if kind not in _KINDS or any(p.kind != kind for p in pieces):  # two types may have one format
         return None
-    if any(p.shape[0] % TILE for p in pieces[:-1]) or depth > MAX_DEPTH:
+    if any(p.shape[0] % BLOCK_OUTPUTS for p in pieces[:-1]) or depth > MAX_DEPTH:
         return None
     q = QuantTensor(name, (joined, depth), {}, "int8", "cpu")
     types = dict.fromkeys(("scales", "least"), torch.float16) | dict.fromkeys(_MULTIPLES, torch.int8)
@@ -188,7 +188,8 @@ def read(
     parts = {n: take(shape, types.get(n, torch.uint8), torch.device("cpu")) for n, shape in wanted.items()}
     first = 0
     for p in pieces:
-        rows = dict.fromkeys(("high", "steps", "minima", "least")) | {n: t[first // TILE :] for n, t in parts.items()}
+        block = first // BLOCK_OUTPUTS
+        rows = dict.fromkeys(("high", "steps", "minima", "least")) | {n: t[block:] for n, t in parts.items()}
         where = {"file": p.file, "begin": p.begin, "kind": _KINDS.index(kind), "order": p.order}
         try:
             _native.read_block_rows(native(_native.BlockRows, **where, outputs=p.shape[0], depth=depth, **rows))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sameseed.scheme import QuantTensor, split_outliers
 
-TILE = 32  # outputs of a block of packed weights (csrc/kernels.h), which are packed in chunks of whole blocks
+BLOCK_OUTPUTS = 32  # of packed weights (`block_outputs` in csrc/kernels.h), which are packed in chunks of whole blocks
 
 
 class RowSource(NamedTuple):
@@ -117,9 +117,9 @@ class ExpertWeights:
 
 
 def parted(w: QuantTensor, count: int) -> tuple[QuantTensor, ...] | None:
-    """Views of `count` equal matrices that are stacked along O; None if they do not begin at tiles."""
+    """Views of `count` equal matrices that are stacked along O; None if they do not begin at blocks."""
     height = w.shape[0] // count
-    if w.layout != "plain" and height % TILE:
+    if w.layout != "plain" and height % BLOCK_OUTPUTS:
         return None
 
     def part(i: int, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sameseed import scheme
 from sameseed.formats.nf4 import single
 from sameseed.ops._packed import by_block
-from sameseed.ops._rows import TILE
+from sameseed.ops._rows import BLOCK_OUTPUTS
 from sameseed.scheme import QuantTensor
 
 LAYOUT = "triton"
@@ -97,15 +97,15 @@ def width(w: QuantTensor) -> int:
     found = words(w)
     assert found is not None
     widest = 128 // found.dtype.itemsize
-    limit = max(TILE, w.shape[1] // found.parts) if w.group == w.shape[1] else w.group
+    limit = max(32, w.shape[1] // found.parts) if w.group == w.shape[1] else w.group
     return min(widest, 1 << (limit.bit_length() - 1))
 
 
 def _fold(codes: Tensor, how: Words, size: int) -> Tensor:
     """Pack codes uint8 [O, K] into words [ceil(O / 32), steps, 32, size], padded with zeros."""
     outputs, depth = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -depth % (how.parts * size), 0, -outputs % TILE))
-    parts = padded.view(-1, TILE, padded.shape[1] // (how.parts * size), how.parts, size).transpose(1, 2)
+    padded = torch.nn.functional.pad(codes, (0, -depth % (how.parts * size), 0, -outputs % BLOCK_OUTPUTS))
+    parts = padded.view(-1, BLOCK_OUTPUTS, padded.shape[1] // (how.parts * size), how.parts, size).transpose(1, 2)
     out = parts.new_zeros(*parts.shape[:3], size, dtype=torch.int32 if how.dtype is torch.int16 else torch.uint8)
     for part in range(how.parts):
         out |= parts[:, :, :, part].to(out.dtype) << how.bits * part
@@ -168,7 +168,7 @@ def rows(w: QuantTensor, index: Tensor) -> QuantTensor:
     index = index.long()
     how = words(w)
     assert how is not None
-    block, place = index // TILE, index % TILE
+    block, place = index // BLOCK_OUTPUTS, index % BLOCK_OUTPUTS
     planes = [name for name in PLANES if name in w.parts]
     codes = {name: _unfold(w.parts[name][block, :, place], how, w.shape[1]) for name in planes}
     parts = _restored(codes, how, CODES.get(w.format, torch.uint8))
