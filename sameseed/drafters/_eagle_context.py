@@ -174,7 +174,7 @@ class Contexts:
     def drafting(
         self, seqs: Seq[Sequence], wanted: Seq[int], num_nodes: Callable[[int, int], int]
     ) -> Iterator[dict[int, int]]:
-        """A context with the number of tokens, at most wanted[b], that the head can draft now, by sequence.
+        """A context with the number of tokens, at most wanted[b], that the head can draft now, by index of sequence.
 
         Inside, there are blocks for all certain rows and for num_nodes(b, tokens) nodes.
         """

@@ -117,8 +117,7 @@ class TextStore:
     """A file: MAGIC, the vocabulary size (uint32), then for each text its length, its token sum, and its tokens int32.
 
     A text that was cut off while it was written is dropped, with all texts after it. Raises ConfigError for a file that
-    it cannot use. If a write fails, a warning is logged and nothing more is written: requests must not fail because of
-    it.
+    it cannot use. After a failed write, a warning is logged and no more is written: requests must not fail for that.
     """
 
     def __init__(self, path: Path, max_tokens: int, vocab_size: int | None) -> None:

@@ -12,7 +12,9 @@ from sameseed.request import Sequence
 from sameseed.spec.draft import Draft
 from sameseed.spec.drafter import Drafter
 
-MOST_PLACES = 512  # of the shortest n-gram that are compared, the latest: enough for 20,000 tokens of source code
+# The latest occurrences of the last `min_ngram` tokens that are compared. The commonest pair of the first 20,000 tokens
+# of csrc/ (as Qwen2.5-Coder reads it) has 304, so that the longest match is found in texts of that length.
+MOST_PLACES = 512
 
 
 class NgramDrafter(Drafter):
@@ -36,10 +38,9 @@ class NgramDrafter(Drafter):
         return Draft.chains([self._copied(seq, k) if k else [] for seq, k in zip(seqs, num_draft, strict=True)])
 
     def _copied(self, seq: Sequence, num_draft: int) -> list[int]:
-        o, best = self.options, 0
+        o, best, chain = self.options, 0, list[int]()
         text = self._own.setdefault(seq.seq_id, History(o.min_ngram, MOST_PLACES))
         text.add(0, seq.token_ids)
-        chain: list[int] = []
         for place in text.find(seq.token_ids, o.max_ngram):  # the latest first
             if place.length > best:
                 best, chain = place.length, seq.token_ids[place.end : place.end + num_draft]

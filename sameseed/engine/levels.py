@@ -101,7 +101,7 @@ class Level:
         if not able or any(level.spec.overlap for b in self.below for level in b.every()):
             names = [n for n, module in registry.loaded("drafters").items() if goes_ahead(module.DRAFTER)]
             raise ConfigError(
-                f"--overlap {spec.overlap}: drafter {spec.method!r} cannot go ahead; {' and '.join(names)} can, alone"
+                f"--overlap {spec.overlap}: {spec.method!r} cannot draft ahead; {' and '.join(names)} can, on its own"
             )
         if spec.overlap >= cores:
             raise ConfigError(f"--overlap {spec.overlap} would leave the target none of {cores} core(s); give it fewer")

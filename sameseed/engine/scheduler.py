@@ -200,7 +200,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, chunks: dict[Sequence, int], room: _Room) -> None:
-        """Start waiting sequences that fit whole into free blocks, with a token more, so that none is preempted."""
+        """Start waiting sequences that fit whole into free blocks with one more token: none is preempted at once."""
         while self.waiting and room.fitting(1, 0) and len(self.running) < self.max_num_seqs:
             seq = self._next()
             if not self.blocks.fits(seq, min(len(seq) + 1, self.max_model_len)):
@@ -239,7 +239,7 @@ class Scheduler:
         return firsts[min(firsts, key=lambda owner: (running[owner], self._last_start[owner]))]
 
     def _count_pass(self, by: _Standing) -> None:
-        """Count that `by` goes before the earliest waiting sequence that it passes, not before all of these."""
+        """Count `by` only for the earliest waiting sequence it passes: else many would reach the limit together."""
         waiting = (self._standing[seq] for seq in self.waiting)
         passed = [standing for standing in waiting if by.passes(standing) and standing.importance[0]]
         if passed:

@@ -23,10 +23,9 @@ Ints = NDArray[np.int32]
 class Draft:
     """N nodes of B sequences: `tokens`, `parents` int32 [N], `offsets` int32 [B+1], `confidence` float32 [N] or None.
 
-    A parent is an index among the same sequence's nodes, before its child; -1 is the sequence's last known token.
+    A parent is an index among the same sequence's nodes, at most 64, before its child; -1 is the last known token.
     `confidence`: the drafter's probability of the whole path to a node, NaN if unknown; only length policies use it.
-    `levels` int8 [N], for statistics: the index in the drafter's `level_names` of the level that drafted a node; None:
-    0.
+    `levels` int8 [N], for statistics: the index in `Drafter.level_names` of the level that drafted a node; None: 0.
     """
 
     tokens: Ints
@@ -132,7 +131,7 @@ class Draft:
         keep: list[list[int] | None] = []
         for b in range(self.num_seqs):
             parents, path = self.nodes(b)[1], list[int]()
-            sure = None if self.confidence is None else self.confidence[self.offsets[b] :].tolist()
+            sure = None if self.confidence is None else self.confidence[self.offsets[b] : self.offsets[b + 1]].tolist()
             while children := [i for i, parent in enumerate(parents) if parent == (path[-1] if path else -1)]:
                 path.append(children[0] if sure is None else max(children, key=sure.__getitem__))
             keep.append(None if len(path) == len(parents) else path)

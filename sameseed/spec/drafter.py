@@ -144,7 +144,7 @@ class Drafter:
 
     @classmethod
     def branches_with(cls, options: Options) -> bool:
-        """May drafts be trees with these options? For use before the drafter is built; drafters below count as well."""
+        """May drafts be trees with these options? For use before it is built; drafters asked in turn count too."""
         return cls.branches
 
     @classmethod
@@ -153,7 +153,7 @@ class Drafter:
         return cls(options, parts) if cls.owns or cls.num_below[1] else cls(options)  # type: ignore[call-arg]
 
     def propose(self, seqs: Seq[Sequence], num_draft: Seq[int]) -> Draft | LateDraft:
-        """Draft at most num_draft[b] tokens (nodes) for each sequence; fewer, none, or too deep ones are allowed."""
+        """Draft 0 to num_draft[b] tokens (nodes) for each sequence. Nodes deeper than `seq.draft_depth` are dropped."""
         raise NotImplementedError
 
     def ahead(

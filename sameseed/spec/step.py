@@ -31,7 +31,7 @@ class NoOverlap:
     ) -> Iterator[Callable[[], None]]:
         """Context in which the drafter may draft ahead; once the yielded function is called, it begins no further pass.
 
-        Sequences may grow inside, as the drafter uses only their ids.
+        The drafter has stopped when the context ends. Sequences may grow inside, as the drafter uses only their ids.
         """
         yield lambda: None
 

@@ -29,7 +29,7 @@ class Verified:
     """Ragged over sequences: the tokens decided in this round, and the draft nodes accepted for them (one fewer).
 
     A sequence without logits (its pending tokens were not all in the pass) has neither. `failed[b]`: no token could be
-    chosen after those accepted, and the sequence must end with an error.
+    chosen after the accepted ones, which stay valid, and the sequence must end with an error.
     """
 
     tokens: list[list[int]]
@@ -46,7 +46,7 @@ def verify(
     eos_token_ids: Seq[int] = (),
     choices: Seq[int] | None = None,
 ) -> Verified:
-    """Accept a path of each draft: at each node the target's own choice, up to the first one that no child holds.
+    """Accept a path of each draft, and add one token: the walk goes on while a child holds the target's own choice.
 
     logits float32 [R, V] holds, for each sequence with `wants_logits`, the row after its last known token and one row
     after each of its nodes. `choices` [R]: the backend's choices, if it made any. They are used for sequences that are
