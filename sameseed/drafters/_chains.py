@@ -239,7 +239,7 @@ class ChainWriter:
     def _grow_at_once(
         self, shadows: Seq[Sequence], chains: Seq[Chain], lengths: Seq[int], logits: Tensor, going: Callable[[], bool]
     ) -> bool:
-        """Write empty chains, with siblings, in one backend call, from logits [B, V]; False: it cannot."""
+        """Write empty chains, with siblings, in one backend call from logits [B, V]; False, nothing done: it cannot."""
         runner, policy, least = self.runner, self.policy, self.policy.least_probability
         most, eos = runner.model.max_model_len, self._eos
         ids = None if runner.model.token_ids is None else runner.model.token_ids.cpu().numpy().astype(np.int32)

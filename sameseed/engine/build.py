@@ -56,7 +56,7 @@ SELF_FORMAT = "w4a8"  # draft format of a target that drafts for itself, if none
 class Loaded:
     """Loaded parts for engines: settings in which draft heads are recognized, models, and blocks of each cache.
 
-    `drafts`: of the levels in `config.spec` that need a model, each level before the levels below it.
+    `drafts`: the models of the levels in `config.spec` that need one, each level before the levels below it.
     """
 
     config: EngineConfig
