@@ -524,8 +524,8 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
 def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
     qwen = architecture.startswith(("Qwen", "SmolLM3"))
     # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
-    none = raw.get("sliding_window", 4096) is None
-    if architecture in WINDOWLESS or none or (qwen and not raw.get("use_sliding_window", False)):
+    windowless = architecture in WINDOWLESS or raw.get("sliding_window", 4096) is None
+    if windowless or (qwen and not raw.get("use_sliding_window", False)):
         return (None,) * layers
     window = whole_number(raw, where, "sliding_window", 4096)
     first = whole_number(raw, where, "max_window_layers", 28, least=0) if qwen else 0

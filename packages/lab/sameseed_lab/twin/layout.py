@@ -36,7 +36,7 @@ MAX_THETA = 1e30  # above this, float32 loses frequencies
 
 @dataclass(frozen=True)
 class TwinLayout:
-    """The placement of a small model in a big model with `config`; heads have one entry per head of the big model."""
+    """The placement of a small model in a big model with `config`."""
 
     small: ModelConfig
     config: ModelConfig

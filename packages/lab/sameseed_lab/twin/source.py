@@ -32,7 +32,7 @@ class Image:
 
 
 class TwinSource(RandomCheckpoint):
-    """Tensor source of the big model, in the small one's dtype; norms that it cannot hold exactly are float32."""
+    """Tensor source of the big model, in the small one's dtype; norms that this cannot hold exactly are float32."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class TwinSource(RandomCheckpoint):
         return Image(rows, copies, muted=others.nonzero().squeeze(1), constant=constant)
 
     def _head_rows(self, heads: tuple[int | None, ...], within: Tensor, spare: int, surplus: int) -> Tensor:
-        """Row map of q, k or v. `within` [D]: a small head's rows; `spare`: others there; `surplus`: other heads'."""
+        """Row map of q, k or v: small heads' rows at `within` [D], `spare` beside them, `surplus` in other heads."""
         dim, small = self.layout.config.head_dim, self.layout.small.head_dim
         rows = torch.full((len(heads), dim), surplus)
         for i, head in enumerate(heads):
