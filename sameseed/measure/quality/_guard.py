@@ -16,7 +16,7 @@ NO_NEW_PRIVILEGES = 38
 # Prefixes of audit events that are refused; listing folders is looked at before. An in-memory database is harmless, but
 # ATTACH and VACUUM INTO write any file without an audit event.
 REFUSED = ["os.", "subprocess.", "pty.", "shutil.", "tempfile.", "socket.", "ctypes.", "sqlite3.", "fcntl."]
-REFUSED += ["signal.pthread_kill", "resource.setrlimit", "resource.prlimit"]
+REFUSED += ["syslog.", "signal.pthread_kill", "resource.setrlimit", "resource.prlimit"]
 # Modules that can write any file, or start a process, without an audit event.
 REFUSED_MODULES = {"_posixsubprocess", "_ctypes", "_socket", "_multiprocessing", "_interpreters", "_xxsubinterpreters"}
 REFUSED_MODULES |= {"readline", "_gdbm", "_dbm", "_tkinter"}
@@ -43,8 +43,8 @@ def limit(limits: dict[str, int]) -> None:
 def watch(folder: str) -> None:
     """Install an audit hook that refuses processes, sockets, signals, databases, and files outside `folder`.
 
-    The hook cannot be removed. In `folder` files can be written, not moved or removed. Python's own files stay
-    readable. `os.stat` has no audit event, so the program can ask whether a file exists elsewhere.
+    It holds in all threads, and cannot be removed. In `folder` files can be written, not moved or removed. Python's own
+    stay readable. `os.stat` has no audit event, so the program can ask whether a file exists elsewhere.
     """
     library = [os.path.realpath(p) for p in {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *READABLE}]
     own = os.path.realpath(folder)
