@@ -32,7 +32,7 @@ def parse_slo(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)
         if match is None or not float(match[2]):
             raise ConfigError(f"--slo {part!r} is no bound; write e.g. 'ttft<2s', 'itl<50ms' or both with a comma")
-        found[match[1]] = float(match[2]) / (1000 if match[3] == "ms" else 1)
+        found[match[1]] = min(found.get(match[1], LARGEST), float(match[2]) / (1000 if match[3] == "ms" else 1))
     return found
 
 
