@@ -187,8 +187,8 @@ def check_run(recipe: OwnRecipe, sources: Sources, out: Path, resume: bool) -> t
     folder = resolve_model(recipe.target)
     config = llama_only(read_config(folder), "training")
     longest = recipe.texts.prompt_tokens + recipe.texts.new_tokens
-    if longest > config.max_model_len:
-        raise ConfigError(f"prompt_tokens + new_tokens = {longest} exceed the context; lower one")
+    if longest > (most := config.max_model_len):
+        raise ConfigError(f"prompt_tokens + new_tokens = {longest} exceed the context of {most}; lower one")
     return folder, config
 
 
@@ -205,7 +205,7 @@ def read_seeds(recipe: OwnRecipe, sources: Sources, folder: Path) -> list[Seed]:
         raise ConfigError("no prompt to learn from: all are too short, or longer than texts.prompt_tokens; give others")
     shortest, kept = min(len(seed.ids) for seed in seeds), recipe.train.row_tokens
     if kept < shortest + LEARNED:
-        raise ConfigError(f"train.row_tokens {kept} leaves no text a token of the target; raise it above {shortest}")
+        raise ConfigError(f"train.row_tokens {kept} leaves no tokens to learn; raise it to {shortest + LEARNED}")
     return seeds
 
 

@@ -169,12 +169,12 @@ class DraftRecipe(OwnRecipe):
 def draft_shape(recipe: DraftRecipe, target: ModelShape) -> ModelShape:
     """The draft's sizes for a target. Raises ConfigError for impossible sizes."""
     size = recipe.size
-    dim = size.head_dim or target.head_dim
-    hidden = size.hidden_size or target.hidden_size // 2
+    dim, hidden = size.head_dim or target.head_dim, size.hidden_size or target.hidden_size // 2
     kv_heads = size.num_kv_heads or max(1, target.num_kv_heads // 2)
     heads = size.num_heads or kv_heads * (target.num_heads // target.num_kv_heads)
     if min(size.num_layers, hidden, dim, kv_heads, heads) < 1 or dim % 2 or heads % kv_heads:
-        raise ConfigError("a draft's sizes must be at least 1, head_dim even, num_heads a multiple of num_kv_heads")
+        said = f"{size.num_layers} layers, {heads} heads, {kv_heads} KV heads of {dim}"
+        raise ConfigError(f"{said}: sizes must be at least 1, head_dim even, num_heads a multiple of num_kv_heads")
     return ModelShape(
         vocab_size=target.vocab_size,
         hidden_size=hidden,

@@ -26,7 +26,7 @@ def serve(args: ServeArgs, engine: EngineChoice, config: ServerConfig) -> int:
 
     def check(keys: Keys) -> None:
         if vllm.shares_past(spec) and len(keys) > 1:
-            raise ConfigError("API keys share past texts; leave past and suffix_decoding_max_cached_requests out")
+            raise ConfigError("API keys would share past texts; leave out past, suffix_decoding_max_cached_requests")
 
     config.keys.restrict(check)
     detail, more, parser = args.per_request_spec_decode_metrics, args.vllm_args, config.reasoning_parser

@@ -124,8 +124,8 @@ def look_of(counted: Counted, batch: int) -> Look:
     """A look at what vLLM counted under `batch` sequences. Raises ConfigError where that says nothing of its rounds."""
     if counted.engine != "vllm":
         raise ConfigError(f"these are the metrics of {counted.engine}; tune --engine vllm wants a vLLM's address")
-    if (counted.running or 0.0) < FULL * batch:
-        raise ConfigError(f"only {counted.running or 0:.1f} of {batch} ran: lower --batch, or raise --max-num-seqs")
+    if (ran := counted.running or 0.0) < FULL * batch:
+        raise ConfigError(f"only {ran:.1f} of {batch} ran at once: lower --batch, or raise vLLM's --max-num-seqs")
     if not counted.gaps or not counted.gap_seconds or counted.gaps < ENOUGH:
         raise ConfigError(f"{counted.gaps or 0:g} rounds at batch {batch} are too few: give more --seconds")
     found = Look(batch, 0, 1e3 * counted.gap_seconds / counted.gaps, num_rounds=round(counted.gaps))
