@@ -22,7 +22,7 @@ KINDS = ("int8", "fp32", "bf16")
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates of all repetitions; the best is a kind's limit, because disturbances can only lower a rate."""
+    """Rates by repetition of what this CPU has; the best is the limit, because disturbances can only lower a rate."""
 
     threads: int
     rates: Mapping[str, tuple[float, ...]]  # "read" in bytes/s; KINDS in operations/s (a multiply-add is two)
@@ -66,7 +66,7 @@ class Limits:
 
 
 def measure_limits(threads: int, repeats: int = REPEATS, device: str = "cpu") -> Limits:
-    """Measure this machine with `threads` threads, which the backends must already use; on a GPU as PyTorch does."""
+    """Measure this machine with `threads` threads, which the backends must already use; a GPU with PyTorch."""
     native = "cpu" in registry.names("ops") and registry.load("ops", "cpu").unavailable() is None
     if device != "cpu" or not native:
         return _torch_limits(threads, repeats, torch.device(device))

@@ -12,7 +12,7 @@ from sameseed.tuned import TunedFigure
 
 
 def draw(outcome: TuneOutcome, path: Path) -> tuple[Path, Path]:
-    """Write a PNG and an SVG: predicted against measured speed-ups, and formats by speed and quality."""
+    """Write PNG and SVG: predicted against measured speed-ups, formats by speed and quality. Raises ConfigError."""
     asked = outcome.asked
     series = []
     for batch in sorted(asked.batches):

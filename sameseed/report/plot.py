@@ -101,7 +101,7 @@ def source(record: Mapping[str, Any], *more: str) -> str:
 
 
 def draw(panels: Seq[Panel], path: Path, title: str = "", about: str = "", columns: int = 3) -> tuple[Path, Path]:
-    """Draw panels, at most `columns` in a row; returns the paths of the PNG and the SVG. Raises ConfigError."""
+    """Draw panels, at most `columns` in a row; returns the PNG and the SVG. ConfigError: a suffix, no matplotlib."""
     paths = plot_paths(path)
     with _drawn(shown(panels), title, about, columns) as figure:
         for file, date in zip(paths, (None, {"Date": None})):

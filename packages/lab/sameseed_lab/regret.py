@@ -1,7 +1,7 @@
 """Regret: how far a choice of `tune`, made on half of the prompts, is behind the best setting on the other half.
 
-All settings run on the other half. The first of many is lucky, so the first few run again, with the choice and three
-usual ones, and only these runs count.
+All settings run on the other half. Many are nearly equal, so the first was lucky: the first few run again, with the
+choice and three usual ones, and only these later runs count.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Behind:
 
 @dataclass(frozen=True)
 class PredictionError:
-    """Relative error of predicted speed-ups. `coverage`: how often both lie within their 80 % intervals together."""
+    """Absolute relative error of predicted speed-ups: predicted over measured, less 1."""
 
     median: float
     p90: float
     worst: float
-    coverage: float
+    coverage: float  # how often the two differ by no more than their 80 % intervals together
     count: int
 
 
@@ -55,7 +55,7 @@ class Regret:
     choice: Behind
     baselines: dict[str, Behind]  # "plain", "longest acceptance", and "k = 4" with that draft
     errors: PredictionError
-    settings: list[dict[str, Any]]  # for each label and batch size the predicted and measured speed-up
+    settings: list[dict[str, Any]]  # label; by batch size, speed-ups (value, low, high) of one run
     differing: list[str]  # settings whose outputs differ from plain decoding's
 
     def as_record(self, asked: TuneRequest, seconds: float) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def export_model(
     pad: int | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model in Hugging Face layout, bfloat16; `ends`: tokens that end a text; `more`: of config.json."""
+    """Write the model in Hugging Face layout, bfloat16; `ends`: tokens that end a text; `more`: keys of config.json."""
     shape = model.shape
     ids = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "pad_token_id": pad}
     config = llama_config(shape, shape.max_positions, shape.rope_theta) | ids | dict(more or {})

@@ -127,7 +127,7 @@ class HeadForTraining(nn.Module):
         return HeadBatch(rows, unroll, *parts)
 
     def loss(self, batch: HeadBatch, embedding: Tensor, lm_head: Tensor, wanted: Tensor, recipe: HeadRecipe) -> Tensor:
-        """Weighted KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C], wanted [R, Vd]: the target's logits."""
+        """Weighted sum of drafts' KL + argmax_weight * CE; embedding [V, C], lm_head [Vd, C]; wanted logits [R, Vd]."""
         targets, entropy = soft_targets(wanted, recipe.loss.argmax_weight)
         place = batch.rows.index[batch.rows.counts] % batch.tokens.shape[1]  # [R] the row's place in its text
         weights, losses = [recipe.loss.falloff**s for s in range(batch.unroll)], []

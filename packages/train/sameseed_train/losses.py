@@ -65,7 +65,7 @@ def soft_targets(logits: Tensor, argmax_weight: float) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(logits.float(), dim=-1)
     best = log_p.argmax(-1, keepdim=True)
     p = log_p.exp()
-    entropy = -torch.einsum("rv,rv->r", p, log_p.clamp(min=-1e4))
+    entropy = -torch.einsum("rv,rv->r", p, log_p.clamp(min=-1e4))  # cross entropy less it: KL + argmax_weight * CE
     return p.scatter_add_(1, best, p.new_full(best.shape, argmax_weight)), entropy
 
 

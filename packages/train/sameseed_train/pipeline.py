@@ -38,7 +38,7 @@ LATER = {"target": ("unlikelihood", "draft"), "unlikelihood": ("draft",)}  # sta
 def run(
     config: Path, *, data: Path, out: Path, device: str = "cpu", resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Train a recipe's pair into `out/target` and `out/draft`; returns `out/results.json`. Raises ConfigError."""
+    """Train `out/target` and `out/draft`; `resume`: by checkpoints. Returns `out/results.json`. Raises ConfigError."""
     devices.check(device)
     recipe = load_recipe(config)
     if not data.is_dir():

@@ -180,7 +180,7 @@ def recipe_seeds(
 
 
 def file_seeds(path: Path, tokenizer: Tokenizer, settings: TextSettings, seed: int) -> Iterator[Seed]:
-    """Endless seeds from JSON lines in seeded order; texts come once, prompts again, sampled. Raises ConfigError."""
+    """Shuffled seeds of JSON lines: `text` once, `prompt`, `messages` endlessly, later sampled. Raises ConfigError."""
     lines = [(line.kind, _fitting(line, tokenizer, settings)) for line in read_lines(path, *KINDS)]
     if not lines:
         raise ConfigError(f"{path} holds no prompts; give JSON lines with 'prompt', 'messages' or 'text'")
@@ -222,7 +222,7 @@ def recipe_held_out(
 
 
 def held_out(path: Path, tokenizer: Tokenizer, context: int, new_tokens: int) -> list[Prompt]:
-    """Prompts (of at most `context - new_tokens`) to measure acceptance on, with domains. Raises ConfigError."""
+    """Prompts and domains of JSON lines (`prompt` or `messages`, `domain`). ConfigError, also for long prompts."""
     found = []
     for line in read_lines(path, "messages", "prompt"):
         ids = line.encode(tokenizer)

@@ -48,7 +48,7 @@ class TextStates:
     """ids int32 [T], `num_given` of them not written by the target; states [T - 1, L * C] of all but the last token."""
 
     ids: Tensor
-    num_given: int
+    num_given: int  # 0: all tokens are trained on
     states: Tensor
 
 

@@ -20,7 +20,7 @@ from sameseed_train.recipe import Recipe
 from sameseed_train.states import TextStates
 from sameseed_train.trainer import TrainJob
 
-LEAST_REST = 0.05  # below this value of 1 - p, the loss continues as a straight line
+LEAST_REST = 0.05  # below this value of 1 - p, the loss is a straight line, lest a sure token outweigh all others
 Batch = tuple[Tensor, Tensor, Tensor]  # corpus rows [B, S+1]; texts [P, N]; repeated tokens [P, N], elsewhere -1
 
 

@@ -68,7 +68,7 @@ def check(args: VerifyServerArgs) -> None:
 
 
 def base_url(url: str) -> str:
-    """What a server's routes begin with: its address, which may name a route or version, or /v1. VerifyError."""
+    """What a server's routes begin with, e.g. http://host/v1; `url` may name a route or version. Raises VerifyError."""
     given, url = url, url.partition("?")[0].rstrip("/")
     if not url.startswith(("http://", "https://")) or len(url) < len("http://x"):
         raise VerifyError(f"give a server's address, e.g. http://127.0.0.1:8000, got {given!r}")

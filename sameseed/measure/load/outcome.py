@@ -126,7 +126,7 @@ def summarize(outcomes: Seq[Exchange], ttft_slo: float | None, tpot_slo: float |
 
 
 def acceptance(found: Iterable[Mapping[str, Any]], names: Seq[str], source: str) -> dict[str, Any] | None:
-    """Acceptance from counts summed over `found`, by these `names` in it; None if nothing was drafted."""
+    """Acceptance of counts in `found`; `names`: of drafts, drafted and accepted tokens. None if nothing was drafted."""
     found = list(found)
     drafts, drafted, accepted = (sum(f.get(name) or 0 for f in found) for name in names)
     if not drafts or not drafted:

@@ -126,7 +126,7 @@ async def await_ready(client: httpx.AsyncClient, url: str) -> None:
 
 
 async def introduce(client: httpx.AsyncClient, endpoint: Endpoint) -> dict[str, Any]:
-    """The server's description of the endpoint's model, or of its first; empty if it lists none. Raises ConfigError."""
+    """The server's description of the endpoint's model, or of its first; empty if unlisted. Raises ConfigError."""
     page = f"{endpoint.url}/v1/models"
     try:
         response = await client.get(page)

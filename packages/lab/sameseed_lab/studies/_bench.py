@@ -161,8 +161,8 @@ def price(
     """The price of exactness: what coupled sampling accepts, and what min(1, p/q) would, on the same `positions`.
 
     `texts`: (prompt, the target's text, sampling parameters) each. `coupled`: how often both models choose the same
-    token with the same noise. `min_pq`: mean of sum(min(p, q)) (Leviathan et al., 2023, theorem 3.5). Empty without
-    positions. Both runners must be idle.
+    token with the same noise. `min_pq`: mean of sum(min(p, q)), how often the usual rule accepts a draft from q
+    (Leviathan et al., 2023, theorem 3.5). Empty without positions. Both runners must be idle.
     """
     alike, overlap = list[bool](), list[float]()
     for prompt, text, params in (job for job in texts if job[1]):

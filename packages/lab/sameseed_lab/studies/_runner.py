@@ -103,7 +103,7 @@ def run(name: str, setup: StudySetup, planned: Seq[Planned], tell: Callable[[str
 
 
 def write(name: str, setup: StudySetup, planned: Seq[Planned]) -> tuple[list[Path], bool]:
-    """Write plots and page; returns the files, and whether all texts are plain decoding's. Raises ConfigError."""
+    """Write plots and page; returns the files, and whether all texts equal plain ones. ConfigError without records."""
     study, wanted = load(name), {p.digest for p in planned}
     found = [r for r in _read(name, setup) if r.get("digest") in wanted]
     if not found:

@@ -67,6 +67,7 @@ class DepthCell:
 def extended(few: Profile, many: Profile) -> Profile:
     """The costs of all layers of LARGE from the sum of those of `LAYERS`, in proportion to the bytes of a token."""
     config, (a, b) = get_shape(LARGE), LAYERS
+    # A line through both depths would fit bytes, but would multiply the noise of times.
     low, high = few.stored[0].bytes_per_token, many.stored[0].bytes_per_token
     grown = (low + (high - low) * (config.num_layers - a) / (b - a)) / (low + high)
     known = {x.rows: x for x in few.costs}
@@ -81,9 +82,9 @@ def extended(few: Profile, many: Profile) -> Profile:
 def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -> list[Row]:
     """A row for each draft length `k` of a hierarchy head > MIDDLE > LARGE: its speed by costs.
 
-    `deep`: the record of a DepthCell. `model`: a draft model's record, whose share of accepted drafts falls on as
-    before. `gain`: of MIDDLE's head. `head_gain`, `alone_gain`: over plain decoding of LARGE, with that head and
-    without.
+    `deep`: the record of a DepthCell. `model`: a draft model's record, beyond whose places the share accepted
+    falls as in the mean over them. `gain`: of MIDDLE's head. `check`: c(k + 1) of LARGE. `head_gain`, `alone_gain`:
+    over plain decoding of LARGE, with that head and without. `best`: the most.
     """
     costs = Profile.from_dict(deep)
     assert costs.draft is not None
@@ -92,8 +93,7 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
     shares = [a / max(1.0, drafts) for a in accepted]  # of drafts whose tokens up to this one are right
     fall = (shares[-1] / shares[0]) ** (1 / max(1, len(shares) - 1)) if shares[0] else 0.0
     shares += [shares[-1] * fall**i for i in range(1, LONGEST)]
-    plain_ms, alone = costs.ms(FORM, 1), costs.draft.ms(FORM, 1)
-    rows = []
+    plain_ms, alone, rows = costs.ms(FORM, 1), costs.draft.ms(FORM, 1), list[Row]()
     for k in range(1, LONGEST + 1):
         check, tokens = costs.c(FORM, k + 1), 1.0 + sum(shares[:k])
         row: Row = {"cell": DepthCell.name, "k": k, "check": check, "tokens": tokens, "plain_ms": plain_ms}
