@@ -44,7 +44,7 @@ def run(argv: Seq[str], prog: str) -> int:
     counts = Counter(token for line in lines for token in encode(line, add_special_tokens=False))
     if args.size < 1 or not counts:
         raise ConfigError("a vocabulary needs a size of at least 1, and texts to count tokens in")
-    ids = list(read_config(folder).eos_token_ids)
+    ids = list(dict.fromkeys(read_config(folder).eos_token_ids))
     ids += sorted(counts.keys() - set(ids), key=lambda t: (-counts[t], t))[: max(0, args.size - len(ids))]
     if args.out is None:
         print(json.dumps(ids))
