@@ -27,7 +27,7 @@ LEAVES: Mapping[str, object] = {"siblings": 1}  # options that add leaves to a m
 
 def parse_slo(text: str) -> dict[str, float]:
     """Bounds by name, in seconds, that nine of ten requests keep, from 'ttft<2s,itl<50ms'. Raises ConfigError."""
-    found = {}
+    found = dict[str, float]()
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = re.fullmatch(r"(ttft|itl)\s*<\s*(\d+\.?\d*|\.\d+)\s*(ms|s)", part)
         if match is None or not float(match[2]):
