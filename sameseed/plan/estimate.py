@@ -107,7 +107,7 @@ class Estimate:
 
 
 def estimate(asked: Question, machine: Limits | Profile) -> list[Estimate]:
-    """One estimate a format; `machine`: its limits, or a profile of it. Raises ConfigError, ModelLoadError, RegistryError."""
+    """One estimate a format; `machine`: limits, or a profile. Raises ConfigError, ModelLoadError, RegistryError."""
     profile, limits = (machine, machine.limits) if isinstance(machine, Profile) else (None, machine)
     available = available_memory() if asked.available is None else asked.available
     found, misfits = [], []

@@ -85,7 +85,7 @@ class DraftPlan:
     row: int = 0  # bytes of a row of its cache
     passing: int = 0  # bytes of a pass
     grade: str | None = None  # of the proposals' costs; None for a search in a text, which costs next to nothing
-    spread: float = 0.0  # the same
+    spread: float = 0.0  # of these costs
 
 
 @dataclass(frozen=True)
