@@ -328,6 +328,8 @@ RESULTS = [said("tool", "1", tool_call_id="call_1"), said("tool", "2", tool_call
         ),
         (GRANITE, [called("1")], ' <|tool_call|>[{"name": "f0", "arguments": {"a": [null, "é"], "b": "c"}}] |'),
         (ANSWERED, [called("call_1"), RESULTS[0], said("assistant", "b")], "<assistant>[f0: 1]b"),
+        (ANSWERED, [called("call_1", "call_2", content="a"), *RESULTS[::-1]], "<assistant>a<assistant>[f1: 2][f0: 1]"),
+        (ANSWERED, [called(None, None), said("tool", "1"), said("tool", "2")], "<assistant>[f0: 1][f1: 2]"),
         (OBJECTS, [called("1", arguments='{"a": "')], '{"arguments": "{\\"a\\": \\""}'),
         (OBJECTS, [called("1")], '{"a": [null, "é"], "b": "c"}'),
     ],

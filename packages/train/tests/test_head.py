@@ -246,6 +246,9 @@ def test_prompts_are_read_before_anything_is_spent(
     assert not (tmp_path / "out").exists()
 
 
-def test_prompts_are_needed(folder: Path, tmp_path: Path) -> None:
+def test_what_is_there_is_not_written_over_and_prompts_are_needed(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--prompts FILE"):
         run_head(recipe_for(folder), Sources(), tmp_path, quiet=True)
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="--resume"):
+        run(folder, tmp_path)

@@ -32,7 +32,7 @@ from sameseed.models.config import GGUF_ARCHITECTURES, LONGROPE, parse_config
 from sameseed.models.gguf.header import COMMON, GGUFFile
 from sameseed.models.gguf.source import DECODED, GGUFCheckpoint, gguf_name
 from sameseed.models.layers import inverse_frequencies
-from sameseed.models.loader import open_checkpoint, read_config, resolve_model
+from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.phi3 import IN_GGUF
 from sameseed.models.weights import read_weights, weight_bytes
 from sameseed.scheme import QuantScheme, get
@@ -491,6 +491,12 @@ def test_a_part_of_several_files_says_how_to_join_them(tmp_path):
     path = tmp_path / "model-00001-of-00002.gguf"
     path.write_bytes(gguf_bytes([KEYS[0], key("split.count", 2, struct.pack("<H", 2))], SOUND, bytes(68)))
     refused(path, "one of 2 parts", "--merge")
+
+
+def test_a_file_without_tokens_says_so(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
+    with pytest.raises(ModelLoadError, match="no_vocab"):
+        load_tokenizer(path)
 
 
 def test_the_file_is_closed(tmp_path):

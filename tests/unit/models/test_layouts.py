@@ -193,6 +193,14 @@ def test_act_order_is_kept_in_codes(backend, weights, tmp_path):
     assert got[:1].equal(all_logits(model, prompt(20)[:1]))
 
 
+def test_int8_activations_are_kept(tmp_path):
+    config = ct_config(8, "int", "channel", "int-quantized")
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    write_layout(tmp_path, ct_integers(8, None, layout="int-quantized"), config)
+    assert {m.activations for m in load(tmp_path).weights.layers[0].matrices} == {"int8"}
+
+
 def test_codes_of_bitsandbytes_run_as_there(tmp_path):
     """LLM.int8(): the checkpoint's own codes and scales, with the outliers of rows multiplied separately."""
     write_layout(tmp_path, bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True})

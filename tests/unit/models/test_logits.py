@@ -6,7 +6,7 @@ from fixtures_models import VARIANTS, all_logits, backends, load, oracle_logits,
 
 from sameseed import ops
 from sameseed.models.config import parse_config
-from sameseed.models.loader import load_model
+from sameseed.models.loader import load_model, read_config
 
 TOLERANCE = 1e-4  # largest difference of float32 logits of size 2
 
@@ -84,3 +84,8 @@ def test_older_and_newer_spelling_of_rope_read_alike(name, key):
     scaling = {key if k == "rope_type" else k: v for k, v in rope.items() if k != "rope_theta"}
     older["rope_scaling"] = None if scaling[key] == "default" else scaling
     assert parse_config(older) == parse_config(newer)
+
+
+def test_a_pass_reads_one_row_a_token_of_the_inputs_of_layers(checkpoints):
+    for name, folder in checkpoints.items():
+        assert (read_config(folder).read_share(1) < 1) == (name == "gemma4-e"), name

@@ -249,6 +249,17 @@ def test_every_float8_is_read_as_torch_reads_it(name, T):
             assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
 
 
+def test_rows_in_bf16_add_up_in_pairs_of_columns():
+    """The odd column first, each with one rounding: what other processors do, also where this one cannot."""
+    w, x = weight(PAIRS, 37, 301), randn(9, 301)
+    wanted, values, rows = torch.zeros(9, 37), w.parts["weight"].double(), x.bfloat16().double()
+    for k in (column for pair in range(0, 301, 2) for column in (pair + 1, pair) if column < 301):
+        wanted = (rows[:, k : k + 1] * values[:, k] + wanted.double()).float()  # float64 holds each sum
+    for isa in ISAS:
+        with instructions(isa):
+            assert cpu.product(plain_rows(x), packed(w)).equal(wanted)
+
+
 def test_subnormals_outside_of_the_sums_are_kept():
     """bf16 rows flush within a sum; bias and residual keep theirs, and so does the next product on this thread."""
     w, tiny = packed(weight(PAIRS, 8, 4)), torch.full((8,), 2.0**-140)

@@ -89,6 +89,14 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
         ops.resolve.cache_clear()
 
 
+def test_products_of_integers_add_up_with_one_rounding():
+    """The exact sum lies just below a tie, to which float64 rounds it: a second rounding would go up."""
+    a, b, c = 2.0**-12 * (1 + 2.0**-23), 2.0**-12 * (1 - 2.0**-23), 1 + 2.0**-23
+    assert reference._fma(*(torch.tensor([x]) for x in (a, b, c))).item() == c
+    for x in (torch.tensor([torch.inf]), torch.tensor([-torch.inf])):
+        assert reference._fma(x, torch.ones(1), torch.ones(1)).equal(x)
+
+
 def test_outputs_in_blocks():
     """More outputs than one block holds; int8 sums beyond the integers that float32 represents exactly."""
     codes = torch.full((4100, 2048), 127, dtype=torch.int8)

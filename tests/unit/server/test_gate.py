@@ -3,12 +3,16 @@
 import hmac
 import json
 import logging
+import random
 import shlex
+import time
 
 import pytest
+from fixtures_server import visiting
 
 from sameseed.errors import ConfigError
 from sameseed.server import config as configs, gate as gates
+from sameseed.server.app import create_app
 from sameseed.server.client import EngineClient
 from sameseed.server.config import Keys, ServerConfig
 from sameseed.server.errors import ApiError
@@ -175,3 +179,14 @@ async def test_keys_are_read_again(tmp_path, caplog):
     file.chmod(0o644)
     made.reload()
     assert "chmod 600" in caplog.text
+
+
+async def test_a_clock_that_jumps_ends_nothing(monkeypatch):
+    rng = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: rng.choice([0.0, 4e9, 1.7e9]))
+    app, service = create_app(EngineClient("x", {}), ServerConfig())
+    async with visiting(app) as http:
+        for _ in range(20):
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+    assert service.gate.num_inside == 0

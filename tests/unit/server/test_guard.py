@@ -224,8 +224,9 @@ async def test_the_page_is_the_same_for_everybody():
         async with visitor(config) as client:
             response = await client.get("/")
             assert response.status_code == 200
-            told = [response.headers[name] for name in ("content-type", "x-content-type-options", "x-frame-options")]
-            assert told == ["text/html; charset=utf-8", "nosniff", "DENY"]
+            names = ("content-type", "x-content-type-options", "x-frame-options", "referrer-policy")
+            told = [response.headers[name] for name in names]
+            assert told == ["text/html; charset=utf-8", "nosniff", "DENY", "no-referrer"]
             assert not [h for h in response.headers if h.startswith("access-control") or h == "set-cookie"]
             pages.append(response.content)
     assert pages[0] == pages[1] == PAGE.read_bytes()

@@ -149,3 +149,22 @@ async def test_the_clock_of_a_request_starts_when_it_arrives(served):
     assert late.status_code == 408 and late.json()["error"]["code"] == "timeout"
     assert late.headers["x-should-retry"] == "false", "OpenAI's clients send it again otherwise"
     assert service.gate.num_inside == 0
+
+
+async def test_what_the_engine_is_asked_for(served, monkeypatch):
+    """Fields that belong to no text reach it; prompts that no model can take do not."""
+    http, service, _ = served
+    size, added = service.client.text.vocab_size, []
+    monkeypatch.setattr(frames, "pack", lambda frame: added.append(frame) or b"")
+    body = {"prompt": [0, size - 1], "priority": 3, "cache_salt": "a", "speculation": "off"}
+    assert (await http.post("/v1/completions", json=body)).status_code == 503
+    (add,) = added
+    assert (add.prompts, add.priority, add.speculation.of(64)) == ([[0, size - 1]], 3, 0) and add.tenant != add.owner
+    for wrong in (
+        *({"prompt": prompt} for prompt in ([size], [1] * 256)), {"best_of": 2}, {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -1, "max_tokens": 257},
+    ):  # fmt: skip
+        refused = await http.post("/v1/completions", json={"prompt": "a", **wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] in wrong
+    assert (await http.post("/v1/completions", json={"prompt": "a", "model": "another"})).status_code == 404
+    assert added == [add]

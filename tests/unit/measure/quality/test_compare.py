@@ -93,6 +93,12 @@ def test_who_would_draft_for_itself_is_drafted_for_by_ngrams(pair_folders, asked
     assert [bool(r["comparison"]["notes"]) for r in found.records] == [False, True]
 
 
+def test_settings_out_of_range_name_their_flag():
+    for name in ("tokens", "limit", "window", "stride"):
+        with pytest.raises(ConfigError, match=f"^--{name} must be at least"):
+            EvalSettings(**{name: 0})
+
+
 def acceptance(rate):
     return {"acceptance_rate": rate}
 
