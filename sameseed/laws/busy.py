@@ -108,11 +108,11 @@ def _crowded(subject: Subject, found: Found, engine: Engine, jobs: Seq[Request])
             deltas = engine.abort(request_id)
             if not deltas:
                 found.add(f"aborted {stage.replace('_', ' ')}", "an end", "none")
-        deltas = deltas or engine.step()
+        if not deltas:
+            deltas, running = engine.step(), engine.scheduler.running
+            begun = any(0 < seq.num_cached < seq.num_prompt for seq in running)
+            found.sizes["crowded_chunks"] += begun and len(running) > 5
         done |= {d.request_id: d.completion for d in deltas if d.completion is not None}
-        running = engine.scheduler.running
-        begun = any(0 < seq.num_cached < seq.num_prompt for seq in running)
-        found.sizes["crowded_chunks"] += begun and len(running) > 5
     return subject.over(engine, [done[job.request_id] for job in jobs])
 
 
