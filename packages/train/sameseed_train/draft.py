@@ -115,7 +115,7 @@ def begin_draft(recipe: DraftRecipe, target: ModelConfig) -> tuple[LlamaForTrain
     c = read_config(folder)
     plain = c.architecture == "LlamaForCausalLM" and c.tied_embeddings and c.rope.kind == "default"
     if not plain or c.qkv_bias or c.o_bias or c.mlp_bias:
-        raise ConfigError(f"--begin {recipe.begin}: no Llama with tied embeddings, plain rope, no biases; leave it out")
+        raise ConfigError(f"--begin {recipe.begin} is no Llama (tied embeddings, plain rope, no biases); leave it out")
     if c.vocab_size != target.vocab_size:
         raise ConfigError(f"--begin {recipe.begin} has {c.vocab_size} tokens, not {target.vocab_size}; take another")
     layers = recipe.begin_layers or range(c.num_layers)

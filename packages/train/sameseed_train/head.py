@@ -103,7 +103,7 @@ class Vocabulary:
     """The tokens that a head learns: lm_head [Vd, C] has the target's rows, `count` of them are in a batch's loss."""
 
     def __init__(self, target: Decoder, counts: Tensor, target_ids: Tensor | None, count: int) -> None:
-        """`counts` int64 [V]: how often each token is written in the texts."""
+        """`counts` int64 [V]: how often each token is written in the texts. `count` 0: all tokens."""
         self._target = target
         whole, device = dense(target.ops, target.weights.lm_head), target.device
         ids = torch.arange(len(whole)) if target_ids is None else target_ids.cpu()

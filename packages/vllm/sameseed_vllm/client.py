@@ -42,12 +42,12 @@ class VllmClient(Supervised):
     def __init__(
         self,
         arguments: Seq[str],
-        facts: Mapping[str, Any],
+        facts: Mapping[str, Any],  # max_num_seqs, method, greedy_only
         *,
-        python: str | None = None,
+        python: str | None = None,  # the interpreter that runs vLLM
         environment: Mapping[str, str] | None = None,
-        beat_timeout: float = 60.0,
-        load_timeout: float = 1800.0,
+        beat_timeout: float = 60.0,  # seconds without a healthy answer
+        load_timeout: float = 1800.0,  # seconds until it is ready
         max_restarts: int = 5,
         first_delay: float = FIRST_DELAY,
     ) -> None:
