@@ -82,7 +82,7 @@ def free_memory(name: str) -> int:
 
 
 def memory_room(name: str, share: float) -> tuple[int, int, int]:
-    """Bytes of a CUDA device that may be taken if `share` of its memory is allowed, then its free and total bytes."""
+    """Bytes of a CUDA device that may still be taken if `share` of it may be, then its free and total bytes."""
     device = torch.device(name)
     free, total = (int(x) for x in torch.cuda.mem_get_info(device))
     return max(0, min(free, int(share * total) - int(torch.cuda.memory_allocated(device)))), free, total

@@ -88,7 +88,7 @@ class SamplingParams:
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
             if any(type(token) is not int or token < 0 for token in getattr(self, name) or ()):
                 raise RequestError(f"{name}: a token is a whole number, at least 0")
-        if any(not isinstance(bias, int | float) or not bias <= LARGEST for bias in self.logit_bias.values()):
+        if any(not bias <= LARGEST for bias in self.logit_bias.values()):
             raise RequestError("logit_bias: a bias is a number, or -inf")
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.banned_token_ids):
             raise RequestError("allowed_token_ids leaves no token that is not banned; allow at least one")

@@ -109,7 +109,7 @@ class EngineClient(process.Supervised):
             self._send(frames.Abort(request_id))
 
     def end_all(self, error: ApiError) -> None:
-        """End every stream with this error, cancel requests in preparation, and refuse all later ones."""
+        """End every stream with this error; refuse requests in preparation, and all later ones."""
         self._over = True
         self._templates.refuse()
         self._compiler.refuse()

@@ -169,7 +169,7 @@ class Render(NamedTuple):
 class Job(Frame):
     """To a helper: compile a grammar of this kind (see `grammar.matching`); for "template", render a conversation.
 
-    This is a `Render` as JSON, whose whole numbers may be larger than MessagePack's.
+    Its `source` is then a `Render` as JSON, whose whole numbers may be larger than MessagePack's.
     """
 
     kind: str
