@@ -105,7 +105,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(engines_both_ways, sibli
     again in the next round.
     """
     flat = replace(ASKED, temperature=1.2, top_p=1.0)
-    ending = replace(ASKED, temperature=0.0, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
+    ending = replace(flat, ignore_eos=False, stop_token_ids=tuple(range(0, MODEL_VOCAB, 3)))
     cold = replace(flat, temperature=0.001)  # most siblings have the probability 0
     asked = [replace(ASKED, temperature=0.0), ASKED, replace(flat, top_k=5), replace(flat, min_p=0.05), ending, cold]
     wide, width = 1 + siblings, limit or TOKENIZER_SIZE
@@ -132,6 +132,7 @@ def test_chains_of_one_call_are_those_of_a_pass_a_token(engines_both_ways, sibli
             ]
             assert shadows[0] == shadows[1]
     assert len(calls) == 12 and None not in calls
+    assert limit or {t for grown in calls for tokens, *_ in grown[4:5] for t in tokens} & {*ending.stop_token_ids}
 
 
 @pytest.mark.parametrize("siblings", [0, 2])
