@@ -249,6 +249,15 @@ def test_every_float8_is_read_as_torch_reads_it(name, T):
             assert same(cpu.embedding(torch.arange(256), w), exact * 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_of_16_bits_is_read_as_torch_reads_it(dtype):
+    codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).view(256, 256)
+    w = QuantTensor("bf16" if dtype == torch.bfloat16 else "fp16", (256, 256), {"weight": codes})
+    for isa in ISAS:
+        with instructions(isa):
+            assert same(cpu.embedding(torch.arange(256), w), codes.float())
+
+
 def test_rows_in_bf16_add_up_in_pairs_of_columns():
     """The odd column first, each with one rounding: what other processors do, also where this one cannot."""
     w, x = weight(PAIRS, 37, 301), randn(9, 301)
