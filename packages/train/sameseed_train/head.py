@@ -66,7 +66,9 @@ class HeadLearner:
         rotation = rotation_of(self._folder)
         self._known = {TARGET_SIGNS: embedding_signs(target)} | ({} if rotation is None else {ROTATED_FOR: rotation})
         self.facts = {"layers": self.layers, "embedding": target.weights.embedding.format}
-        start_from_target(head, target, self._ids)
+        shape = (-1, len(own.states.captures), target.config.hidden_size)
+        seen = torch.cat([text.states.view(shape)[:, columns[-1]] for text in own.batch(0)])
+        start_from_target(head, target, self._ids, seen.float().to(target.device))
         head.to(device)
         tokens = Vocabulary(target, own.texts.counts(len(embedding)), self._ids, recipe.loss.candidates)
 
@@ -140,12 +142,12 @@ class Vocabulary:
             return rows @ weight.T
 
 
-def start_from_target(head: HeadForTraining, target: Decoder, target_ids: Tensor | None) -> None:
-    """Initialize the head from the target's last layer, reading the last captured states.
+def start_from_target(head: HeadForTraining, target: Decoder, target_ids: Tensor | None, seen: Tensor) -> None:
+    """Initialize the head from the target's last layer, reading the last captured states; `seen` [R, C]: some of them.
 
     Such a head at first drafts what the target chose a token before, and learns several times faster than a head with
     random weights. Attention is copied only where the head counts allow it; a KV head of the target may be copied to
-    several. Weights that read the embedding stay small.
+    several. A narrower feed-forward gets the columns that contribute most. Weights that read the embedding stay small.
     """
     ops, weights, c = target.ops, target.weights, target.config
     own, layer, source = head.config.layer, head.midlayer, weights.layers[-1]
@@ -165,11 +167,14 @@ def start_from_target(head: HeadForTraining, target: Decoder, target_ids: Tensor
             for projection, weight in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v)):
                 projection.weight[:, -c.hidden_size :] = weight  # the half that reads features
             attention.o_proj.weight.copy_(dense(ops, source.o))
-        gate, up = dense(ops, source.gate_up).chunk(2)
+        (gate, up), down = dense(ops, source.gate_up).chunk(2), dense(ops, source.down)
         num = min(own.intermediate_size, c.intermediate_size)
-        layer.mlp.gate_proj.weight[:num] = gate[:num]
-        layer.mlp.up_proj.weight[:num] = up[:num]
-        layer.mlp.down_proj.weight[:, :num] = dense(ops, source.down)[:, :num]
+        rows = torch.nn.functional.rms_norm(seen, source.post_norm.shape, source.post_norm, c.rms_eps)
+        size = (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)).norm(dim=0) * down.norm(dim=0)
+        best = size.topk(num).indices.sort().values  # all of them, in order, where the head is as wide as the target
+        layer.mlp.gate_proj.weight[:num] = gate[best]
+        layer.mlp.up_proj.weight[:num] = up[best]
+        layer.mlp.down_proj.weight[:, :num] = down[:, best]
 
 
 def export_head(

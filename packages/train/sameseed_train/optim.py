@@ -1,8 +1,8 @@
 """The optimizer: Muon for the matrices of the layers, AdamW for embeddings and norms.
 
 Muon (Jordan et al., 2024) replaces the momentum of each matrix by the nearest orthogonal matrix, and needs fewer tokens
-than AdamW. Matrices of equal shape are orthogonalised together, in float32, because `torch.optim.Muon` multiplies in
-bfloat16, for which most CPUs have no instructions.
+than AdamW. Matrices of equal shape are orthogonalised together, by products in the precision of the training:
+`torch.optim.Muon` always multiplies in bfloat16, for which many CPUs have no instructions.
 """
 
 from __future__ import annotations

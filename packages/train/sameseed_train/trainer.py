@@ -53,7 +53,7 @@ def checkpoint_path(folder: Path, name: str) -> Path:
 
 
 def precision(job: TrainJob) -> AbstractContextManager[Any]:
-    """The context of a job's forward pass: matrix products in its precision, weights and sums in float32."""
+    """The context of a job's passes and updates: matrix products in its precision, weights and sums in float32."""
     if job.settings.precision == "float32":
         return nullcontext()
     return torch.autocast(next(job.model.parameters()).device.type, torch.bfloat16)
@@ -108,7 +108,8 @@ def one_step(job: TrainJob, optimizer: MuonAdamW, progress: dict[str, Any], log:
     for what, number in (("loss", value), ("gradient", norm)):  # neither may reach the weights, and so a checkpoint
         if not math.isfinite(number):
             raise SameseedError(f"{job.name}: {what} {number} at step {step}; lower matrix_lr and lr, then resume")
-    optimizer.step(rate)
+    with precision(job):
+        optimizer.step(rate)
     job.model.zero_grad(set_to_none=True)
     seconds = time.monotonic() - started
     progress = {

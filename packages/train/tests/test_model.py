@@ -67,10 +67,14 @@ def test_fused_losses_equal_the_plain_ones(num_rows: int) -> None:
             assert torch.allclose(a, b)
 
 
+@pytest.mark.parametrize("lower", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 12, 40), (2, 40, 12), (1, 16, 16)])
-def test_orthogonalise_pushes_singular_values_to_one(shape: tuple[int, int, int]) -> None:
+def test_orthogonalise_pushes_singular_values_to_one(shape: tuple[int, int, int], lower: bool) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(x, steps=6))
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        found = orthogonalise(x, steps=6)
+    assert found.dtype == torch.float32
+    values = torch.linalg.svdvals(found)
     assert values.shape[1] == min(shape[1:])
     assert values.min() > 0.5 and values.max() < 1.3
 
