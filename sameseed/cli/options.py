@@ -204,6 +204,7 @@ def _engine(flags: dict[str, Any], profile_options: str | None, engine: str) -> 
         text, vocabulary = flags["draft"], flags.pop("draft_vocabulary")
         if engine == "vllm" and text == "auto":  # a model of the hub is fetched by vLLM itself
             text = "none" if "/" in model and not os.path.exists(model) else shipped(model)[0]
+            text = "none" if " + " in text else text  # vLLM drafts in one way at a time
         own = engine == "vllm" and text.partition(":")[0] in companion("vllm").OWN  # some methods only vLLM has
         flags["draft"] = _drafting_from(vocabulary, parse_draft(text) if own else draft_choice(text, model))
     if "draft_options" in flags:
@@ -256,11 +257,14 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
 
 
-# Target -> what --draft auto takes for it, and the models that drafters without a named one get, by what they own.
+# Packaged head -> what --draft auto takes for its target, and the models that drafters without a named one get, by what
+# they own.
 SHIPPED = {
-    "embedded": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
-    "smollm2": ("none", {"head": "smollm2-head"}),
+    "embedded-head": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
+    "smollm2-head": ("none", {"head": "smollm2-head"}),
+    "coder-head": ("suffix + coder-head", {"head": "coder-head"}),
 }
+BY_NAME = {"embedded": "embedded-head", "embedded-target": "embedded-head", "smollm2": "smollm2-head"}
 
 
 def draft_choice(draft: str, model: str) -> SpecConfig | None:
@@ -272,9 +276,9 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
 
 @lru_cache
 def shipped(model: str) -> tuple[str, dict[str, str]]:
-    """The entry of a target in SHIPPED, or its `own_draft`. A file is known by its bytes, whatever its name."""
-    name = "embedded" if model == "embedded-target" else model if model in SHIPPED else hub.packaged_as(model)
-    return SHIPPED.get(name or "") or (own_draft(model), {})
+    """What was made to draft for a target, as in SHIPPED. A model that is not packaged is known by its embedding."""
+    own = BY_NAME.get(model) or own_draft(model)
+    return SHIPPED.get(own, (own, {}))
 
 
 def _checked(spec: SpecConfig, target: str) -> SpecConfig:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,7 +113,9 @@ MSCALES = ("mscale", "mscale_all_dim")
 LONGROPE = ("short_factor", "long_factor")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
-EMBEDDED = {"embedded": "target", "smollm2-head": "smollm2"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
+HEADS = ("smollm2-head", "coder-head")  # packaged, for models that are not
+EMBEDDED = {"embedded": "target"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
+EMBEDDED |= {name: name.removesuffix("-head") for name in HEADS}
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
 OUTER = (
@@ -387,9 +390,9 @@ def model_text(folder: Path) -> str:
 
 
 def own_draft(model: str) -> str:
-    """What drafts for a model by default: "mtp", its MTP block inside or beside; an assistant's file beside; "none".
+    """What was made to draft for a model: "mtp", an assistant's file beside it, the name of a packaged head, or "none".
 
-    Models without either are told apart without importing torch. A model of the hub is fetched.
+    Models without any are told apart without importing torch. A model of the hub is fetched.
     """
     path = Path(os.path.expanduser(model))
     if not path.exists() and "/" in model and not model.startswith((".", "/", "~")):
@@ -404,7 +407,7 @@ def own_draft(model: str) -> str:
         begin = file.read(KEY_BYTES)
     beside = sorted(path.parent.glob(MTP_BESIDE)) if path.is_file() else []
     if not beside and not any(key in begin for key in (b"mtp_num_hidden_layers", b".nextn_predict_layers")):
-        return "none"
+        return packaged_head(path, begin)
     from sameseed.models.gemma_assistant import drafts_for
     from sameseed.models.mtp import mtp_bytes
     from sameseed.scheme import QuantScheme
@@ -415,6 +418,22 @@ def own_draft(model: str) -> str:
     except (ConfigError, ModelLoadError) as error:
         log.info("no MTP block to draft with: %s", error)
     return next((str(file) for file in beside if drafts_for(file, path)), "none")
+
+
+def packaged_head(model: Path, begin: bytes) -> str:
+    """The name of the packaged head that was trained for a folder or GGUF file, in whatever format, or "none".
+
+    `begin`: of config.json or of the file. Other widths are told apart without importing torch.
+    """
+    for name in HEADS:
+        width = read_json(ASSETS / EMBEDDED[name] / "config.json")["target_hidden_size"]
+        key = rb'"hidden_size":\s*%d\b|\.embedding_length\x04\0\0\0%b' % (width, re.escape(width.to_bytes(4, "little")))
+        if re.search(key, begin):
+            from sameseed.models.eagle_loader import trained_for
+
+            if trained_for(ASSETS / EMBEDDED[name], model):
+                return name
+    return "none"
 
 
 def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from sameseed.models.decoder import Decoder
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import OPTIONAL, SELECTOR, TARGET_SIGNS, BlockConfig, HeadConfig, read_head_config
 from sameseed.models.inner import take_rows
+from sameseed.models.loader import open_model
 from sameseed.models.weights import Progress, WeightReader, dense_format, weight_bytes
 from sameseed.ops import Ops
 from sameseed.scheme import QuantScheme, QuantTensor
@@ -103,23 +104,41 @@ def load_head(
 
 def embedding_signs(target: Decoder) -> str:
     """Signs of SIGNS x SIGNS values of the target's embedding, as hexadecimal digits: they survive quantization."""
-    rows = torch.linspace(0, target.config.vocab_size - 1, SIGNS).int().to(target.device)
-    values = target.ops.embedding(rows, target.weights.embedding).cpu()  # [SIGNS, C]
-    columns = torch.linspace(0, values.shape[1] - 1, SIGNS).long()
-    return np.packbits(values[:, columns].numpy() > 0).tobytes().hex()
+    rows = _sampled(target.config.vocab_size).int().to(target.device)
+    return _signs(target.ops.embedding(rows, target.weights.embedding).cpu())
+
+
+def _sampled(count: int) -> Tensor:
+    return torch.linspace(0, count - 1, SIGNS).long()
+
+
+def _signs(values: Tensor) -> str:
+    """Of values [SIGNS, C], those of the sampled columns."""
+    return np.packbits(values[:, _sampled(values.shape[1])].numpy() > 0).tobytes().hex()
 
 
 def check_signs(folder: Path, target: Decoder) -> None:
     """Raise ConfigError if the head's config.json holds the signs of another target's embedding."""
     recorded = read_json(folder / "config.json").get(TARGET_SIGNS)
-    if recorded is None:
-        return
+    if recorded is not None and not _same(folder, recorded, embedding_signs(target)):
+        raise ConfigError(f"the head {folder} was trained for another target; use one that was trained for this target")
+
+
+def trained_for(folder: Path, target: Path) -> bool:
+    """Whether the head in `folder` records the signs of this target, a folder or GGUF file that need not be valid."""
+    with suppress(ConfigError, ModelLoadError), open_model(target) as (config, source):
+        rows = _sampled(config.vocab_size).tolist()
+        values = torch.cat([source.rows("model.embed_tokens.weight", i, i + 1).float() for i in rows])
+        return _same(folder, read_json(folder / "config.json")[TARGET_SIGNS], _signs(values))
+    return False
+
+
+def _same(folder: Path, recorded: object, signs: str) -> bool:
+    """Whether a head's recorded signs are those of this embedding. Raises ModelLoadError if they are damaged."""
     try:
-        differing = (int(str(recorded), 16) ^ int(embedding_signs(target), 16)).bit_count()
+        return (int(str(recorded), 16) ^ int(signs, 16)).bit_count() <= MOST_DIFFERING * SIGNS**2
     except ValueError:
         raise ModelLoadError(f"{folder}: {TARGET_SIGNS} in config.json is damaged; download the head again") from None
-    if differing > MOST_DIFFERING * SIGNS**2:
-        raise ConfigError(f"the head {folder} was trained for another target; use one that was trained for this target")
 
 
 def read_head(

@@ -144,11 +144,11 @@ class HeadForTraining(nn.Module):
         """Whether chains of `num` drafts are right along a text; `ids`: the target's id of each token of the head."""
         if len(text.states) < 2:
             return [[] for _ in range(num)]
-        batch = self.batch([text], columns, num, whole=True)
-        outputs = self(embedding[batch.tokens], batch.states, batch.rows, num)
-        first = max(0, text.num_given - 1)  # the first token comes from the pass over the prompt
+        batch = self.batch([text], columns, num)
+        outputs = (out[batch.rows.counts] for out in self(embedding[batch.tokens], batch.states, batch.rows, num))
+        first = int(text.num_given > 1)  # the first token comes from the pass over the prompt
         best = (ids[(out @ lm_head.T).argmax(-1).cpu()] for out in outputs)
-        return [(b == text.ids[2:].long())[first:].tolist() for b in best]
+        return [(b == batch.written.cpu())[first:].tolist() for b in best]
 
     def layout(self, dtype: str) -> dict[str, Any]:
         """config.json in the plain EAGLE-3 layout (`LlamaForCausalLMEagle3`), which vLLM reads too."""

@@ -1,13 +1,12 @@
 """Flags are derived from the dataclasses; each flag has its own help text."""
 
 import dataclasses
-import hashlib
 from typing import Annotated
 
 import pytest
 from tyro.conf import UseAppendAction, arg
 
-from sameseed import cli, hub
+from sameseed import cli
 from sameseed.cli import flags, options
 from sameseed.config import CacheConfig, EngineConfig, SpecConfig
 from sameseed.errors import RegistryError
@@ -93,19 +92,16 @@ def test_the_embedded_model_brings_its_draft():
         options.draft_choice("embeded-draft", "embedded")
 
 
-def test_a_target_that_the_package_has_a_draft_for(tmp_path, monkeypatch):
-    usual = SpecConfig("suffix")
-    assert options.draft_choice("auto", "smollm2") == usual
-    assert options.draft_choice("eagle", "smollm2") == SpecConfig("eagle", "smollm2-head")
-    same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
-    same.write_bytes(b"bytes")
-    other.write_bytes(b"sizes")
-    sign = hashlib.sha256(b"bytes").hexdigest()
-    monkeypatch.setitem(hub.PACKAGED, "smollm2", dataclasses.replace(hub.PACKAGED["smollm2"], size=5, sha256=sign))
-    assert options.draft_choice("auto", str(same)) == usual
-    assert options.draft_choice("eagle", str(same)) == SpecConfig("eagle", "smollm2-head")
-    assert options.draft_choice("auto", str(other)) == usual
-    assert options.draft_choice("eagle", str(other)) == SpecConfig("eagle")
+def test_a_target_that_the_package_has_a_draft_for(monkeypatch):
+    monkeypatch.setattr(options, "own_draft", {"mine.gguf": "smollm2-head", "coder": "coder-head", "x": "none"}.get)
+    options.shipped.cache_clear()
+    for target in ("smollm2", "mine.gguf"):
+        assert options.draft_choice("auto", target) == SpecConfig("suffix")
+        assert options.draft_choice("eagle", target) == SpecConfig("eagle", "smollm2-head")
+    assert options.draft_choice("auto", "coder") == options.draft_choice("suffix + coder-head", "coder")
+    assert options.draft_choice("auto", "x") == SpecConfig("suffix")
+    assert options.draft_choice("eagle", "x") == SpecConfig("eagle")
+    options.shipped.cache_clear()
 
 
 def test_a_checkout_without_what_the_command_line_needs(monkeypatch, capsys):

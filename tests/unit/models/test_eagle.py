@@ -13,6 +13,8 @@ from sameseed import ops, scheme
 from sameseed.batch import Rows, build_batch
 from sameseed.errors import ConfigError, ModelLoadError, VocabularyError
 from sameseed.kvcache.cache import KVCache
+from sameseed.models import config
+from sameseed.models.config import own_draft
 from sameseed.models.eagle import HeadRunner, TreeLevel
 from sameseed.models.eagle_loader import embedding_signs, head_bytes, load_head, with_vocabulary
 from sameseed.models.head_config import is_head, parse_head_config, read_head_config
@@ -310,11 +312,12 @@ def test_old_heads_are_known_by_their_fc(folder, tmp_path):
     assert not is_head(target_folder(tmp_path / "one", num_hidden_layers=1))
 
 
-def test_a_head_is_refused_by_the_signs_of_another_targets_embedding(folder, tmp_path):
+def test_a_head_is_known_by_the_signs_of_its_targets_embedding(folder, tmp_path, monkeypatch):
     head, _, _, _ = made(tmp_path / "head", "eagle3")
     target = load_model(folder, ops.resolve("reference"))
     raw = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps({**raw, "target_signs": embedding_signs(target)}))
+    raw |= {"target_signs": embedding_signs(target), "target_hidden_size": target.config.hidden_size}
+    (head / "config.json").write_text(json.dumps(raw))
     rounded = load_model(folder, ops.resolve("reference"), QuantScheme.parse("w4a8,lm_head=w4a8"))
     for same in (target, rounded):
         load_head(head, same, same.ops)
@@ -322,6 +325,9 @@ def test_a_head_is_refused_by_the_signs_of_another_targets_embedding(folder, tmp
     other = load_model(tmp_path / "other", ops.resolve("reference"))
     with pytest.raises(ConfigError, match="trained for this target"):
         load_head(head, other, other.ops)
+    monkeypatch.setattr(config, "HEADS", ("one-head",))
+    monkeypatch.setitem(config.EMBEDDED, "one-head", str(head))
+    assert [own_draft(str(model)) for model in (folder, tmp_path / "other")] == ["one-head", "none"]
     (head / "config.json").write_text(json.dumps({**raw, "target_signs": "zz"}))
     with pytest.raises(ModelLoadError, match="download"):
         load_head(head, target, target.ops)
