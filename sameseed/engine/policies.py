@@ -35,7 +35,7 @@ def make_policy(spec: SpecConfig) -> LengthPolicy:
     return made
 
 
-class RequestPolicies:
+class RequestPolicies(LengthPolicy):
     """The engine's policy, except for requests with a policy of their own (`Speculation`) or outside the `scope`."""
 
     def __init__(self, default: LengthPolicy, scope: Scope = Scope(), said: SaidTokens | None = None) -> None:  # noqa: B008

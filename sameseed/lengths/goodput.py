@@ -27,7 +27,7 @@ from sameseed.lengths._budget import SHARE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
 from sameseed.lengths._search import Offers, best_lengths
 from sameseed.request import Sequence, TimeSplit
 from sameseed.spec.draft import Draft
-from sameseed.spec.drafter import Drafter, Round
+from sameseed.spec.drafter import Drafter, LengthPolicy, Round
 
 HOLD_ROUNDS, LONGEST_HOLD = 4, 16  # fewest and most rounds for which a decision holds while the batch stays the same
 HOLD_SECONDS = 0.015  # seconds for which a decision should hold if rounds are short
@@ -53,7 +53,7 @@ _id = attrgetter("seq_id")
 POSSIBLE_SAVING = 0.3  # share of a plain round's time that drafting for all its sequences may save
 
 
-class GoodputLength:
+class GoodputLength(LengthPolicy):
     """Decides draft lengths, at most `num_draft_tokens`, from learned costs and acceptance. One object per engine."""
 
     uses_confidence = trims = True
@@ -107,10 +107,6 @@ class GoodputLength:
         """Set the round costs to `measure()` if they are not known yet and drafts are allowed."""
         if self.cost is None and self.num_draft_tokens:
             self.cost = measure()
-
-    @property
-    def least_probability(self) -> float:
-        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """True if one more drafting step for these chains is expected to bring less than its time is worth."""

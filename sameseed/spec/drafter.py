@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -46,18 +46,22 @@ class Round:
     nodes: Seq[Seq[int]] | None = None
 
 
-class LengthPolicy(Protocol):
-    """Decides draft lengths, from the rounds so far if the policy learns."""
+class LengthPolicy:
+    """Base of all length policies: decides draft lengths, from the rounds so far if the policy learns."""
+
+    num_draft_tokens = 0
 
     @property
     def trims(self) -> bool:
         """Can `trim` ever drop nodes? Then the host must know the draft's tokens before the target's pass."""
+        return False
 
     def trim(self, draft: Draft, seqs: Seq[Sequence], num_rows: int, members: Seq[int] | None = None) -> Draft:
         """The draft, possibly with fewer nodes to verify. `num_rows`: rows of known tokens in the pass.
 
         `members`: indices of the sequences that may lose nodes; None: all.
         """
+        return draft
 
     def calibrate(self, measure: Callable[[], Any]) -> None:
         """Called before the first round. A policy that uses costs gets them from `measure()`, an `EngineCost`."""
@@ -70,6 +74,7 @@ class LengthPolicy(Protocol):
         `num_rows`: rows of known tokens in the pass; `budget`: draft tokens that fit into it; `beside`: other sequences
         in the engine, whose prompts are being read.
         """
+        return [self.num_draft_tokens] * len(seqs)
 
     def update(self, round_: Round) -> None:
         """Learn from the outcome of a round."""
@@ -79,17 +84,21 @@ class LengthPolicy(Protocol):
 
     def recovers(self, seq: Sequence, unread: int, share: float = 1.0) -> bool:
         """Would drafts for `share` of a sequence's other tokens save the drafter's time for reading `unread` ones?"""
+        return True
 
     @property
     def uses_confidence(self) -> bool:
         """Does the policy use token probabilities, so that a drafter must compute them?"""
+        return False
 
     @property
     def least_probability(self) -> float:
         """A draft ends after a token with a lower draft probability; 0: no token ends it."""
+        return 0.0
 
     def ends(self, paths: Seq[Seq[float]]) -> bool:
         """Should all chains that grow together end? `paths`: for each chain, the path probability at each token."""
+        return False
 
 
 @dataclass(frozen=True)
