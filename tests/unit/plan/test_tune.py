@@ -271,6 +271,8 @@ def test_a_profile_is_checked_for_what_it_was_tuned_for(tmp_path, capsys):
     assert main(argv) == 0
     said = capsys.readouterr().out
     assert "ngram k=3 threads=1: " in said and "k=4" not in said and "speedup_batch_2: 50.00 then" in said
+    assert main([*argv, "--drafts", "suffix"]) == 2
+    assert "leave out --drafts" in capsys.readouterr().err
     for other, says in (
         (replace(good, machine=replace(here, cpu="a faster one")), "a faster one there"),
         (replace(good, model=TunedModel("embedded", "0")), "weights 0 there"),
