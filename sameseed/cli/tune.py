@@ -32,7 +32,7 @@ def run(parsed: Parsed[TuneArgs]) -> int:
         return int(companion("vllm").tune(args))
     unread(args, ("url", "cost", "api_key_file"), "it is for --engine vllm; sameseed's own engine is started here")
     if args.check is not None:
-        unread(args, ("drafts", "draft_formats", "draft_vocabularies", "threads"), "--check measures the profile's choice")
+        unread(args, ("drafts", "draft_formats", "draft_vocabularies", "threads"), "--check measures what it chose")
     before = None if args.check is None else Tuned.read(args.check)
     asked = requested(args) if before is None else again(requested(args), before)
     check_outputs((args.out if before is None else None, "-o"), plot=args.plot)
