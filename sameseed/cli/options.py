@@ -49,8 +49,8 @@ def option(metavar: str | None = None) -> Any:
 # Flags that stand for no single field of a dataclass.
 CHOICE_HELP = {
     "model": "the target: a GGUF file, a folder, a hub id like org/name, 'smollm2' or 'embedded'",
-    "draft": "none, a drafter (`sameseed info`), a draft model or head (file, folder, hub id, smollm2-head), "
-    "'suffix + MODEL' or 'ngram > MODEL'; auto: embedded-draft, a file's MTP block, else suffix",
+    "draft": "none, a drafter (`sameseed info`), a draft model or head (file, folder, hub id, coder-head), "
+    "'suffix + MODEL' or 'ngram > MODEL'; auto: a draft made for the model, else suffix",
     "draft_vocabulary": "tokens that a draft's LM head may draft: a number of the target's most frequent, auto (as "
     "many as pay), a file of ids, or all; unset: all",
     "draft_options": "options of the drafter as JSON, e.g. '{\"max_ngram\": 4}'",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -113,9 +113,8 @@ MSCALES = ("mscale", "mscale_all_dim")
 LONGROPE = ("short_factor", "long_factor")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
-HEADS = ("smollm2-head", "coder-head")  # packaged, for models that are not
-EMBEDDED = {"embedded": "target"} | {f"embedded-{n}": n for n in ("target", "draft", "head")}
-EMBEDDED |= {name: name.removesuffix("-head") for name in HEADS}
+HEADS = {"smollm2-head": "smollm2", "coder-head": "coder"}  # packaged, for models that are not
+EMBEDDED = {"embedded": "target"} | {f"embedded-{n}": n for n in ("target", "draft", "head")} | HEADS
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
 OUTER = (
@@ -202,10 +201,10 @@ class ModelConfig:
         """Of each recurrent layer its state [H, K, D], and the width of a logged row (kvcache/state.py)."""
         return ()
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of weights in embedding, layers and LM head, without norms and biases."""
-        return _num_parameters(self)
+        return sum(math.prod(shape) for shape in family(self.architecture).shapes(self).values() if len(shape) == 2)
 
     @property
     def row_parameters(self) -> int:
@@ -221,11 +220,6 @@ class ModelConfig:
     def read_share(self, rows: float, batch: float = 1.0) -> float:
         """The share of the weights that a pass over `rows` rows of `batch` sequences reads."""
         return 1.0
-
-
-@cache
-def _num_parameters(config: ModelConfig) -> int:
-    return sum(math.prod(shape) for shape in family(config.architecture).shapes(config).values() if len(shape) == 2)
 
 
 class View(NamedTuple):

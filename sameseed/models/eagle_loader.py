@@ -119,22 +119,22 @@ def _signs(values: Tensor) -> str:
 
 def check_signs(folder: Path, target: Decoder) -> None:
     """Raise ConfigError if the head's config.json holds the signs of another target's embedding."""
-    recorded = read_json(folder / "config.json").get(TARGET_SIGNS)
-    if recorded is not None and not _same(folder, recorded, embedding_signs(target)):
+    if not _same_signs(folder, embedding_signs(target)):
         raise ConfigError(f"the head {folder} was trained for another target; use one that was trained for this target")
 
 
 def trained_for(folder: Path, target: Path) -> bool:
-    """Whether the head in `folder` records the signs of this target, a folder or GGUF file that need not be valid."""
+    """Whether a head's signs are those of a target in a folder or GGUF file; False where that cannot be read."""
     with suppress(ConfigError, ModelLoadError), open_model(target) as (config, source):
         rows = _sampled(config.vocab_size).tolist()
         values = torch.cat([source.rows("model.embed_tokens.weight", i, i + 1).float() for i in rows])
-        return _same(folder, read_json(folder / "config.json")[TARGET_SIGNS], _signs(values))
+        return _same_signs(folder, _signs(values))
     return False
 
 
-def _same(folder: Path, recorded: object, signs: str) -> bool:
-    """Whether a head's recorded signs are those of this embedding. Raises ModelLoadError if they are damaged."""
+def _same_signs(folder: Path, signs: str) -> bool:
+    """Whether a head's config.json records these signs, or none. Raises ModelLoadError if they are damaged."""
+    recorded = read_json(folder / "config.json").get(TARGET_SIGNS) or signs
     try:
         return (int(str(recorded), 16) ^ int(signs, 16)).bit_count() <= MOST_DIFFERING * SIGNS**2
     except ValueError:

@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers(smollm2):
     ("target", "drafts"),
     [
         ("smollm2", ("ngram", "suffix", "self_quant", "smollm2-head")),
-        ("qwen2.5-coder-1.5b", ("qwen2.5-coder-0.5b",)),
+        ("qwen2.5-coder-1.5b", ("qwen2.5-coder-0.5b", "coder-head")),
         ("gemma-3-270m", ("ngram", "suffix")),
     ],
 )
