@@ -63,14 +63,10 @@ def speed() -> Picture:
     runs = sorted({len(r["repetitions"]) for r in found})
     spread = "bars end at the least and the largest run" if runs[-1] > 1 else "one run, so no spread is shown"
     about = f"Default policy, batch 1, prompts included; at most {', '.join(sorted(sizes))}; {spread}. {origins(found)}"
-    said: dict[str, dict[str, list[str]]] = {}
-    for r in found:
-        c = r["config"]
-        if c["draft"] != "none":
-            drafts = said.setdefault(named(r), {})
-            drafts.setdefault(short(c["label"]), []).append(f"{r['speedup']:.2f}x {chosen(c['temperature'])}")
-    each = {name: [f"{draft} {' and '.join(both)}" for draft, both in drafts.items()] for name, drafts in said.items()}
-    words = "; ".join(f"{name}: {', '.join(own)}" for name, own in each.items())
+    best: dict[str, Record] = {}
+    for r in sorted(found, key=lambda r: r["speedup"]):
+        best[named(r)] = r
+    words = "; ".join(f"{name}: at best {short(r['config']['label'])}, {r['speedup']:.2f}x" for name, r in best.items())
     return Picture("Speed over plain decoding, same output", panels, about, f"Speed over plain decoding. {words}")
 
 

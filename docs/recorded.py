@@ -19,7 +19,8 @@ Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
 # Sets of texts, by the name of their prompt file.
-TEXTS = {"humaneval100.jsonl": "HumanEval", "specbench104.jsonl": "Spec-Bench", "gsm8k": "GSM8K"}
+TEXTS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mbpp": "MBPP", "mt-bench": "MT-Bench"}
+TEXTS["specbench104.jsonl"] = "Spec-Bench"
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
@@ -99,22 +100,21 @@ def named(found: Record) -> str:
 
 
 def real_records() -> list[Record]:
-    """The newest record of each decoding on trained models of others, with the largest most draft tokens measured."""
-    found = [r for name in ("real", "bench") for r in lines(name) if not r["config"]["model"].startswith("embedded")]
+    """Trained models of others: for each text and temperature the newest run, with the most draft tokens measured."""
+    found = [r for name in ("real", "bench") for r in lines(name) if r["config"]["prompts"] in TEXTS]
+    found = [r for r in found if not r["config"]["model"].startswith("embedded")]
     found.sort(key=lambda r: -r["config"]["num_parameters"])
-    found = last_of_each(
-        found, lambda r: tuple(r["config"][k] for k in ("model", "format", "temperature", "prompts", "label"))
-    )
+
+    def texts(r: Record) -> tuple[object, ...]:
+        return tuple(r["config"][k] for k in ("model", "format", "prompts", "temperature"))
 
     def decoding(r: Record) -> tuple[object, ...]:
-        c = r["config"]
-        return c["model"], c["format"], c["prompts"], c["temperature"], re.sub(r" k=\d+", "", c["label"])
+        return *texts(r), re.sub(r" k=\d+", "", r["config"]["label"])
 
-    most = {
-        decoding(r): r["config"]["num_draft_tokens"]
-        for r in sorted(found, key=lambda r: r["config"]["num_draft_tokens"])
-    }
-    return [r for r in found if r["config"]["num_draft_tokens"] == most[decoding(r)]]
+    newest = {texts(r): r["run"] for r in found}
+    found = [r for r in found if r["run"] == newest[texts(r)]]
+    most = {decoding(r): r for r in sorted(found, key=lambda r: r["config"]["num_draft_tokens"])}
+    return [r for r in found if r is most[decoding(r)]]
 
 
 def embedded_records() -> list[Record]:
