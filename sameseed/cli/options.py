@@ -257,8 +257,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"--logit-bias takes TOKEN=BIAS, e.g. 42=-5, got {text!r}") from None
 
 
-# Packaged head -> what --draft auto takes for its target, and the models that drafters without a named one get, by what
-# they own.
+# Packaged head -> its target's --draft auto, and the models that drafters without a named one get, by what they own.
 SHIPPED = {
     "embedded-head": ("embedded-draft", {"model": "embedded-draft", "head": "embedded-head"}),
     "smollm2-head": ("none", {"head": "smollm2-head"}),

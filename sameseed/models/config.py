@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -201,10 +201,10 @@ class ModelConfig:
         """Of each recurrent layer its state [H, K, D], and the width of a logged row (kvcache/state.py)."""
         return ()
 
-    @cached_property
+    @property
     def num_parameters(self) -> int:
         """Number of weights in embedding, layers and LM head, without norms and biases."""
-        return sum(math.prod(shape) for shape in family(self.architecture).shapes(self).values() if len(shape) == 2)
+        return _num_parameters(self)
 
     @property
     def row_parameters(self) -> int:
@@ -220,6 +220,11 @@ class ModelConfig:
     def read_share(self, rows: float, batch: float = 1.0) -> float:
         """The share of the weights that a pass over `rows` rows of `batch` sequences reads."""
         return 1.0
+
+
+@cache
+def _num_parameters(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in family(config.architecture).shapes(config).values() if len(shape) == 2)
 
 
 class View(NamedTuple):

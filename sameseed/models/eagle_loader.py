@@ -125,7 +125,7 @@ def check_signs(folder: Path, target: Decoder) -> None:
 
 def trained_for(folder: Path, target: Path) -> bool:
     """Whether a head's signs are those of a target in a folder or GGUF file; False where that cannot be read."""
-    with suppress(ConfigError, ModelLoadError), open_model(target) as (config, source):
+    with suppress(ConfigError, ModelLoadError, LookupError), open_model(target) as (config, source):
         rows = _sampled(config.vocab_size).tolist()
         values = torch.cat([source.rows("model.embed_tokens.weight", i, i + 1).float() for i in rows])
         return _same_signs(folder, _signs(values))

@@ -23,11 +23,12 @@ from sameseed.models.head_config import read_head_config
 from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams
 from sameseed_train import learning, states
-from sameseed_train.head import run_head
+from sameseed_train.head import run_head, start_from_target
+from sameseed_train.head_model import HeadForTraining
 from sameseed_train.learning import Sources, Trained, dense
 from sameseed_train.optim import OptimSettings
 from sameseed_train.prompts import held_out
-from sameseed_train.recipe import HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings
+from sameseed_train.recipe import HeadRecipe, LossSettings, SizeSettings, TextSettings, TrainSettings, head_config
 from sameseed_train.trainer import Log
 
 AUX = (1, 2, 3)
@@ -141,6 +142,21 @@ def test_prompts_may_count(folder: Path, tmp_path: Path) -> None:
         recipe = recipe_for(folder, loss=replace(loss, learn_prompts=prompts))
         seen.append(run(folder, tmp_path / str(prompts), recipe, stop_after=1).results["training"]["tokens"])
     assert seen[1] > seen[0] > 0
+
+
+def test_a_narrow_head_begins_with_the_columns_that_contribute_most(tmp_path: Path) -> None:
+    write_model(tmp_path / "target", num_hidden_layers=3)
+    target = load_model(tmp_path / "target", ops.resolve("reference"))
+    c, layer = target.config, target.weights.layers[-1]
+    (gate, up), down = dense(target.ops, layer.gate_up).chunk(2), dense(target.ops, layer.down)
+    rows = torch.randn(40, c.hidden_size, generator=torch.Generator().manual_seed(0))
+    first = c.intermediate_size // 4
+    head = HeadForTraining(head_config(recipe_for(tmp_path, size=SizeSettings(intermediate_size=first)), c), seed=0)
+    start_from_target(head, target, None, rows)
+    normed = torch.nn.functional.rms_norm(rows, layer.post_norm.shape, layer.post_norm, c.rms_eps)
+    inner = torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)
+    missed = [(x - inner @ down.T).norm() for x in (head.midlayer.mlp(normed), inner[:, :first] @ down[:, :first].T)]
+    assert missed[0] < missed[1]
 
 
 def test_layout_is_the_published_one(folder: Path, tmp_path: Path) -> None:
