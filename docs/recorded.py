@@ -19,8 +19,13 @@ Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results"
 # Sets of texts, by the name of their prompt file.
-TEXTS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mbpp": "MBPP", "mt-bench": "MT-Bench"}
-TEXTS["specbench104.jsonl"] = "Spec-Bench"
+TEXTS = {
+    "gsm8k": "GSM8K",
+    "humaneval": "HumanEval",
+    "mbpp": "MBPP",
+    "mt-bench": "MT-Bench",
+    "specbench104.jsonl": "Spec-Bench",
+}
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:

@@ -113,8 +113,8 @@ MSCALES = ("mscale", "mscale_all_dim")
 LONGROPE = ("short_factor", "long_factor")
 WINDOWLESS = ("LlamaForCausalLM", "GraniteForCausalLM")  # whatever their config.json says
 ASSETS = Path(__file__).parent.parent / "assets"
-HEADS = {"smollm2-head": "smollm2", "coder-head": "coder"}  # packaged, for models that are not
-EMBEDDED = {"embedded": "target"} | {f"embedded-{n}": n for n in ("target", "draft", "head")} | HEADS
+PACKAGED_HEADS = {"smollm2-head": "smollm2", "coder-head": "coder"}  # packaged, for models that are not
+EMBEDDED = {"embedded": "target"} | {f"embedded-{n}": n for n in ("target", "draft", "head")} | PACKAGED_HEADS
 SILU = ("silu", "swish")
 # Entries that a config.json with a text_config has outside it.
 OUTER = (
@@ -424,7 +424,7 @@ def packaged_head(model: Path, begin: bytes) -> str:
 
     `begin`: of config.json or of the file. Other widths are told apart without importing torch.
     """
-    for name in HEADS:
+    for name in PACKAGED_HEADS:
         width = read_json(ASSETS / EMBEDDED[name] / "config.json")["target_hidden_size"]
         key = rb'"hidden_size":\s*%d\b|\.embedding_length\x04\0\0\0%b' % (width, re.escape(width.to_bytes(4, "little")))
         if re.search(key, begin):

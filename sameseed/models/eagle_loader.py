@@ -119,22 +119,22 @@ def _signs(values: Tensor) -> str:
 
 def check_signs(folder: Path, target: Decoder) -> None:
     """Raise ConfigError if the head's config.json holds the signs of another target's embedding."""
-    if not _same_signs(folder, embedding_signs(target)):
+    recorded = read_json(folder / "config.json").get(TARGET_SIGNS)
+    if recorded is not None and not _same_signs(folder, recorded, embedding_signs(target)):
         raise ConfigError(f"the head {folder} was trained for another target; use one that was trained for this target")
 
 
 def trained_for(folder: Path, target: Path) -> bool:
-    """Whether a head's signs are those of a target in a folder or GGUF file; False where that cannot be read."""
+    """Whether a head records the signs of a target in a folder or GGUF file; False where these cannot be read."""
     with suppress(ConfigError, ModelLoadError, LookupError), open_model(target) as (config, source):
         rows = _sampled(config.vocab_size).tolist()
         values = torch.cat([source.rows("model.embed_tokens.weight", i, i + 1).float() for i in rows])
-        return _same_signs(folder, _signs(values))
+        return _same_signs(folder, read_json(folder / "config.json")[TARGET_SIGNS], _signs(values))
     return False
 
 
-def _same_signs(folder: Path, signs: str) -> bool:
-    """Whether a head's config.json records these signs, or none. Raises ModelLoadError if they are damaged."""
-    recorded = read_json(folder / "config.json").get(TARGET_SIGNS) or signs
+def _same_signs(folder: Path, recorded: object, signs: str) -> bool:
+    """Whether a head's recorded signs are these, but for a few. Raises ModelLoadError if they are damaged."""
     try:
         return (int(str(recorded), 16) ^ int(signs, 16)).bit_count() <= MOST_DIFFERING * SIGNS**2
     except ValueError:

@@ -325,7 +325,7 @@ def test_a_head_is_known_by_the_signs_of_its_targets_embedding(folder, tmp_path,
     other = load_model(tmp_path / "other", ops.resolve("reference"))
     with pytest.raises(ConfigError, match="trained for this target"):
         load_head(head, other, other.ops)
-    monkeypatch.setattr(config, "HEADS", ("one-head",))
+    monkeypatch.setattr(config, "PACKAGED_HEADS", ("one-head",))
     monkeypatch.setitem(config.EMBEDDED, "one-head", str(head))
     assert [own_draft(str(model)) for model in (folder, tmp_path / "other")] == ["one-head", "none"]
     (head / "config.json").write_text(json.dumps({**raw, "target_signs": "zz"}))
