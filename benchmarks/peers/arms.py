@@ -149,7 +149,7 @@ OWN = ("draft", "own")
 TEXTS["own"] = {
     "llama.cpp": [
         STORED,
-        guessing(STORED, "n-grams", way="ngram"),
+        guessing(STORED, "auto", way="auto"),
         guessing(STORED, "draft model", OWN, way="{draft}"),
         FILE,
         *(guessing(FILE, f"draft model k={k}", OWN, k=k) for k in (3, 6)),
@@ -157,6 +157,7 @@ TEXTS["own"] = {
     ],
     "transformers": [
         BF16,
+        guessing(BF16, "auto", way="auto"),
         guessing(BF16, "draft model", OWN, way="{draft}"),
         DECODED,
         guessing(DECODED, "draft model", OWN),

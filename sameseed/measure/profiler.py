@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from sameseed.measure.passes import Pass, PassWork, ProfileGrid, TimedModel, cac
 from sameseed.measure.shapes import get_shape, shape_as_dict
 from sameseed.memory import available_memory
 from sameseed.models.config import ModelConfig
+from sameseed.models.head_config import is_head
 from sameseed.models.loader import load_model, open_checkpoint, read_config, resolve_model, target_scheme
 from sameseed.models.synthetic import RandomCheckpoint, random_model
 from sameseed.models.weights import dense_format, expected_shapes, weight_bytes
@@ -63,9 +65,12 @@ class Candidate:
 
 def _found(model: str) -> Path:
     try:
-        return resolve_model(model)
+        folder = resolve_model(model)
     except ModelLoadError as error:
         raise ModelLoadError(f"{error}{nearest(model.lower(), shapes.NAMES)}") from None
+    if is_head(folder):
+        raise ConfigError(f"{model} is a draft head, no model by itself; `sameseed bench --drafts` measures it")
+    return folder
 
 
 class Profiler:
@@ -116,8 +121,7 @@ class Profiler:
         here = record.machine()  # now, so that the recorded load is the load before this measurement
         tell("machine limits", 0, 1)
         limits = measure_limits(threads, device=self.grid.device)
-        groups = [self.candidates] if self.interleaved else [[x] for x in self.candidates]
-        interrupted = False
+        groups, interrupted = ([self.candidates] if self.interleaved else [[x] for x in self.candidates]), False
         try:
             for group in groups:
                 self._measure(group, self.grid.seconds / len(groups), tell)
@@ -163,11 +167,7 @@ class Profiler:
         longest = max(job.context + job.new_tokens for job in x.passes)
         before = usage.resident(self.grid.device)
         usage.reset_peak(self.grid.device)
-        start = time.perf_counter()
-
-        def progress(done: int, total: int) -> None:
-            tell(f"loading {x.format}", done, total)
-
+        start, progress = time.perf_counter(), partial(tell, f"loading {x.format}")
         progress(0, 1)
         if x.folder is None:
             model = random_model(x.config, self.ops, x.quant, longest, device=self.grid.device, progress=progress)
