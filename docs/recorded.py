@@ -168,8 +168,9 @@ def summary(_: list[Record]) -> str:
 
 
 def short(label: str) -> str:
-    """A decoding's label without the default policy and its maximum."""
-    return re.sub(r" k=12| w4a8(?= goodput|$)| goodput", "", label)
+    """A decoding's label in words, without the default policy and its maximum."""
+    words = label.replace("eagle", "head").replace("draft_model", "draft model")
+    return re.sub(r" k=12| w4a8(?= goodput|$)| goodput", "", words)
 
 
 def bench(_: list[Record]) -> str:
