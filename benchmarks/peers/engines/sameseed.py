@@ -13,7 +13,7 @@ import torch
 import sameseed
 from sameseed import devices
 from sameseed.cli.options import draft_choice
-from sameseed.config import CacheConfig, EngineConfig, parse_draft
+from sameseed.config import CacheConfig, EngineConfig
 from sameseed.engine.build import build_engine
 from sameseed.measure.workload import without_past
 from sameseed.report import record
@@ -116,8 +116,7 @@ class Engine:
 
 
 class Writer:
-    """`options`: format; way: the draft as for --draft ("{draft}": the draft model's path, auto: the
-    default); draft_format.
+    """`options`: format; way: the draft as for --draft ("{draft}": the draft model's path); draft_format.
 
     The length policy is goodput.
     """
@@ -128,7 +127,8 @@ class Writer:
         settings: dict[str, Any] = {"format": options.get("format", "auto"), "threads": threads}
         more: dict[str, Any] = {"max_model_len": max_len, "max_num_seqs": 1, "prefix_cache": False}
         if way := options.get("way"):
-            spec = draft_choice(way.format(draft=draft), str(model)) or parse_draft("none")
+            spec = draft_choice(way.format(draft=draft), str(model))
+            assert spec is not None, "no way to draft is named none"
             spec = replace(spec, policy="goodput", num_draft_tokens=12, format=options.get("draft_format", "auto"))
             more["draft"] = without_past(spec)  # no past requests as a source of drafts, since prompts are repeated
         self.llm = sameseed.LLM(str(model), **settings, **more)

@@ -95,11 +95,11 @@ def test_interpolation():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"formats": ("w4a7",)}, "did you mean"), ({"formats": ()}, "at least one format"),
+        ({"formats": ("w4a7",)}, "did you mean"), ({"formats": ()}, "at least one format"), ({"rows": (66,)}, "1..65"),
         ({"formats": ("bf16", "bf16")}, "each once"), ({"formats": ("w8a8-g128",)}, "groups of 128 do not divide"),
-        ({"rows": ()}, "rows must"), ({"rows": (66,)}, "1..65"), ({"batch_sizes": (0,)}, "batch_sizes must"),
-        ({"contexts": (125,)}, "context to 124"), ({"kv_format": "nf4"}, "KV cache"), ({"backend": "cpx"}, "'cpu'"),
-        ({"draft": "qwen3-0.7b"}, "did you mean"), ({"draft": "embedded-head"}, "bench --drafts"),
+        ({"rows": ()}, "rows must"), ({"batch_sizes": (0,)}, "batch_sizes must"), ({"draft": "embedded-head"}, "bench"),
+        ({"contexts": (125,)}, "lower the context to 124"), ({"kv_format": "nf4"}, "does not serve the KV cache"),
+        ({"backend": "cpx"}, "did you mean 'cpu'"), ({"draft": "qwen3-0.7b"}, "did you mean"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_any_work(given, words, monkeypatch):
