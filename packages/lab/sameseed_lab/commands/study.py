@@ -48,12 +48,15 @@ class StudyArgs:
 def run(argv: Seq[str], prog: str) -> int:
     """Parse, plan, measure, draw."""
     args = parse(StudyArgs, argv, prog).args
-    if args.name == "list":
-        return _list()
-    from sameseed.cli.console import progress, stderr_console, warn_if_busy
+    from sameseed import registry
+    from sameseed.cli.console import progress, stderr_console, stdout_console, warn_if_busy
     from sameseed_lab.studies import _runner
     from sameseed_lab.studies._setup import StudySetup
 
+    if args.name == "list":
+        for name in registry.names("studies"):
+            stdout_console().print(f"{name:<12} {_runner.load(name).title}", markup=False)
+        return 0
     if args.model and args.size == "true":
         raise ConfigError("--model is measured as it is, not at a true shape; leave --size out")
     with progress(args.name) as (update, say):
@@ -92,17 +95,6 @@ def _models(args: StudyArgs) -> dict[str, str]:
     target, draft = (args.model, "ngram") if args.model else (REAL["target"], REAL["1b"])
     own = {"target": target, "1b": args.draft or draft, "head": args.head}
     return {role: name for role, name in own.items() if name is not None}
-
-
-def _list() -> int:
-    """The studies' names and titles."""
-    from sameseed import registry
-    from sameseed.cli.console import stdout_console
-    from sameseed_lab.studies import _runner
-
-    for name in registry.names("studies"):
-        stdout_console().print(f"{name:<12} {_runner.load(name).title}", markup=False)
-    return 0
 
 
 def _show(planned: Seq[Planned]) -> None:

@@ -23,7 +23,7 @@ from sameseed_lab.studies._study import Cell, Records, Row, Study, Tell, matchin
 
 FORMATS = ("bf16", "w8a8", "w4a16-g128", "w4a8-channel", "w4a8-g128", "w4a8-qoq")
 TREE, SMALL_TREE, CHAIN, MODEL, SELF = "head tree 60", "head tree 24", "head chain 4", "draft model 4", "own 4 bits 4"
-CASCADE = "ngram > draft model 6"
+CASCADE = "{} > draft model 6"  # by what drafts for the draft model
 HEADS = (TREE, SMALL_TREE, CHAIN)
 LARGE, MIDDLE, FORM = "llama-3.1-70b", "llama-3.1-8b", "w4a8-g128"
 TIMES = ("ms", "p10", "p90", "memory_ms", "compute_ms")
@@ -105,24 +105,28 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
 
 
 def cells(setup: StudySetup) -> list[Cell]:
-    """A cell per format with all ways; at size "true" only heads beside bf16, and also the costs of a 70B target."""
-    wide, draft = (("depth", 6), ("top_k", 10)), setup.source("1b")
-    drafter = draft in registry.names("drafters")  # no model
-    every = (
-        SpecSetting("{head}", (60,), "bf16", None, wide, TREE),
-        SpecSetting("{head}", (24,), "bf16", None, (("depth", 3), ("top_k", 10)), SMALL_TREE),
-        SpecSetting("{head}", (4,), "bf16", None, (("depth", 4), ("top_k", 1)), CHAIN),
-        SpecSetting("{1b}", (4,), "bf16", None, (), f"{draft} 4" if drafter else MODEL),
-        SpecSetting("ngram > {1b}", (6,), "bf16", None, (), CASCADE),
-    )
-    ways = tuple(way for way in every if all(role in setup.names for role in way.roles))
-    if drafter:
-        ways = tuple(way for way in ways if way.name != CASCADE)
+    """A cell per format with all ways; at size "true" only heads beside bf16, and also the costs of a 70B target.
+
+    Of a draft "HEAD > SMALL", SMALL alone is a way too.
+    """
+    draft, drafters = setup.source("1b"), registry.names("drafters")
+    head, _, small = draft.rpartition(" > ") if setup.size == "real" else ("", "", "")
+    small = small if head else "{1b}"
+    trees = {TREE: (60, 6, 10), SMALL_TREE: (24, 3, 10), CHAIN: (4, 4, 1)} if "head" in setup.names else {}
+    models = {MODEL: (small, 4), CASCADE.format("ngram"): (f"ngram > {small}", 6)}
+    models |= {CASCADE.format(head if head in drafters else "head"): ("{1b}", 6)} if head else {}
+    if draft in drafters:
+        models = {f"{draft} 4": ("{1b}", 4)}
+    ways = tuple(
+        SpecSetting("{head}", (k,), "bf16", None, (("depth", depth), ("top_k", width)), name)
+        for name, (k, depth, width) in trees.items()
+    ) + tuple(SpecSetting(way, (k,), "bf16", name=name) for name, (way, k) in models.items())
     own = SpecSetting("self_quant", (4,), "w4a8", None, (), SELF)
     some = {"w8a8": (*ways, own), "bf16": ways[:3] if setup.size == "true" else (*ways, own)}
     base = "" if setup.size == "true" else "bf16"  # beside the largest twins it does not fit
     made = [BenchCell(form, form, some.get(form, ways), base=base) for form in FORMATS]
-    made += [BenchCell("as stored", "auto", ways, base=base)] if setup.size == "real" else []
+    stored = tuple(replace(way, format="auto") for way in ways)
+    made += [BenchCell("as stored", "auto", stored, base=base)] if setup.size == "real" else []
     return [*made, DepthCell()] if setup.size == "true" else [*made]
 
 
