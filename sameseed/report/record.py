@@ -70,8 +70,8 @@ def origin(schema: str, here: Mapping[str, object] | None = None) -> dict[str, A
 
 
 def model_name(model: str) -> str:
-    """A model's name in a record: for a folder or file, its name without the path, which may be private."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    """A name in a record for a model, or a chain "A > B": of folders and files without paths, which may be private."""
+    return " > ".join(Path(part).resolve().name if Path(part).exists() else part for part in model.split(" > "))
 
 
 def prepare(path: Path, flag: str = "--out") -> None:
