@@ -13,6 +13,7 @@ from sameseed.report.plot import Panel, Series, draw
 from sameseed_lab.studies import _runner
 
 FOLDER = ROOT / "docs" / "pictures"
+SHAPES = {"1b": "1B shape", "8b": "8B shape"}
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ def speed() -> Picture:
         mine = [r for r in found if named(r) == name]
         c = mine[0]["config"]
         panels.append(speedups(f"{name}, {c['num_parameters'] / 1e6:.0f} M, {c['format']}", mine, own_runs))
+    top = 1.2 * max(y for panel in panels for s in panel.series for _, y in s.points)  # room for the figures
+    panels = [replace(panel, top=top) for panel in panels]
     sizes = {f"{r['config']['num_prompts']} prompts x {r['config']['max_tokens']} tokens" for r in found}
     runs = sorted({len(r["repetitions"]) for r in found})
-    spread = "bars end at the least and the largest run" if runs[-1] > 1 else "one run, so no spread is shown"
+    spread = "lines: the least and the largest run" if runs[-1] > 1 else "one run, so no spread is shown"
     about = f"Default policy, batch 1, prompts included; at most {', '.join(sorted(sizes))}; {spread}. {origins(found)}"
     best: dict[str, Record] = {}
     for r in sorted(found, key=lambda r: r["speedup"]):
@@ -81,7 +84,8 @@ def losses() -> Picture:
         series = [Series("perplexity ratio", points, spread=spread)]
         panel = Panel(title, "perplexity over the file's own", series, "across")
         panels.append(replace(panel, level=1, form=".3f"))
-    about = f"Bars end at the value, lines at its 95 % interval. {origins([r for own in found.values() for r in own])}"
+    about = 'Bars end at the value, lines at its 95 % interval. "From 16 bits": made from the weights in 16 bits, not '
+    about += f"from the file's codes. {origins([r for own in found.values() for r in own])}"
     return Picture("What fewer bits cost", panels, about, "Perplexity of each variant over the file's own", 1)
 
 
@@ -104,7 +108,7 @@ def drafters() -> Picture:
         found += mine
     c = found[0]["config"]
     about = f"Weights w4a8, drafts of 4, batch 1, {c['num_prompts']} GSM8K questions (in the embedded pair's training "
-    about += f"data) x at most {c['max_tokens']} tokens; lines: the least and the largest run. {origins(found)}"
+    about += f"data) x at most {c['max_tokens']} tokens; bars: the newest run; lines: all, some older. {origins(found)}"
     return Picture("All drafters, made-up weights", panels, about, "Speed-up of each drafter at the 1B and 8B shapes")
 
 
@@ -121,7 +125,8 @@ def never_slower() -> Picture:
         points = [(i, r["goodput"][0]) for i, r in enumerate(mine, 1)]
         spread = [(r["goodput"][1], r["goodput"][2]) for r in mine]
         series = Series("a cell: draft, temperature, batch, texts", points, spread=spread)
-        panels.append(Panel(name, "cells, from the worst", [series], "points", y="over plain decoding", level=1))
+        said, y = SHAPES.get(name, name), "speed over plain decoding"
+        panels.append(Panel(said, "cells, from the worst", [series], "points", y=y, level=1))
     about = f"Default policy; lines: 95 % intervals over pairs of batches. {origins(found)}"
     return Picture("Never slower?", panels, about, "Goodput over plain decoding, cell by cell", 3)
 
@@ -184,7 +189,8 @@ def study(name: str) -> Picture:
     plots = _runner.load(name).report(found).plots
     plot = next((p for p in plots if p.name == plot_name), plots[0])
     timed = [r for r in found if "repetitions" in r] or found
-    about = f"{ours(timed[-1])} {_runner.SPREAD} {origins(timed)}"
+    spread = "Lines: the least and the most of the texts." if name == "rivals" else _runner.SPREAD
+    about = f"{ours(timed[-1])} {spread} {origins(timed)}"
     return Picture(plot.title, plot.panels[part], about, f"{name}: {plot.title}", 3)
 
 

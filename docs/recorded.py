@@ -325,9 +325,9 @@ def certificates(found: list[Record]) -> str:
         formats = ", ".join(dict.fromkeys(r["config"]["format"] for r in mine))
         row = [*key, formats, "full" if efforts == 1 else f"{100 * efforts:.2g} %"]
         rows.append([*row, *(f"{n:,}" if n else "" for n in most.values()), f"{differing:,.0f}"])
-    head = ["model", "draft", "weights", "largest size", "products", "logits rows", "greedy tokens"]
-    head += ["seeded outputs", "outputs of the law", "differing"]
-    return f"{markdown(head, rows, range(4, 10))}\n\nThe newest: {origins(found[-1:])}"
+    head = ["model", "draft", "weights", "effort", "products", "logits rows", "greedy tokens"]
+    head += ["seeded outputs", "sampled outputs counted", "differing"]
+    return f"{markdown(head, rows, range(4, 10))}\n\nEmpty: not checked. The newest: {origins(found[-1:])}"
 
 
 def gpu(found: list[Record]) -> str:

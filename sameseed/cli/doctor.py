@@ -46,8 +46,8 @@ def _figures(found: Diagnosis) -> Table:
     bound = " at least" * (found.need_is == "bound"), ", at most" * (found.need_is == "bound")
     alone = ", if one at a time" if found.batch is None else ""  # the engine does not tell how many run at once
     rows = (
-        ("tokens a round: you have", found.have, "{:.2f}"),
-        (f"tokens a round: you need{bound[0]}{alone}", found.need, "{:.2f}"),
+        ("tokens a drafted round: you have", found.have, "{:.2f}"),
+        (f"tokens a drafted round: you need{bound[0]}{alone}", found.need, "{:.2f}"),
         ("draft tokens a round", found.k, "{:.1f}"),
         ("accepted", found.acceptance, "{:.0%}"),
         ("sequences at once", found.batch, "{:.1f}"),

@@ -31,5 +31,5 @@ def likely(quant: QuantScheme) -> str:
 
     near = min(alike, key=lambda other: [a != b for a, b in zip(kind(other), kind(quant), strict=True)])
     losses = zip(known[near], MODELS.values(), strict=False)  # the larger model may not have been measured
-    found = " or ".join(f"{loss:.2f} times the original's at {size}M parameters" for loss, size in losses)
-    return f"perplexity about {found} (estimated from {near.name})"
+    found = " or ".join(f"{loss:.2f} times the original's on a model of {size}M" for loss, size in losses)
+    return f"perplexity about {found} (measured in {near.name})"

@@ -166,10 +166,10 @@ def verdict(rounds: Rounds, found: Seq[Fault]) -> str:
     """The verdict, in one sentence or two."""
     main, bound, have = found[0] if found else None, rounds.source == "bound", f"{rounds.length:.2f}"
     if rounds.source is None:
-        told = f"You have {have} tokens a round; what you need is not known"
+        told = f"You have {have} tokens a drafted round; what you need is not known"
         told += " (give --plain-tokens-per-s, or --cost FILE)"
     else:
-        need = f"{'at least ' * bound}{rounds.need:.2f} tokens a round, you have {have}"
+        need = f"{'at least ' * bound}{rounds.need:.2f} tokens a drafted round, you have {have}"
         if rounds.length < MARGIN * rounds.need:
             k, off = rounds.best[0], next((batch for batch, k in rounds.table if k == 0), None)
             use = f"use k = {k}" + (f", and none from {off} clients on" if off else "")

@@ -250,7 +250,7 @@ def _across(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> No
             axes.text(max(value, high), y, f"  {value:{panel.form}}", va="center", fontsize=8)
     axes.set_yticks(range(len(names)), [textwrap.fill(str(name), 28) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.margins(x=0.22)
+    axes.set_xlim(0, panel.top) if panel.top else axes.margins(x=0.22)
 
 
 def _points(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None:

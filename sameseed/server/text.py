@@ -76,7 +76,7 @@ class TextCodec:
         documents = "documents" in content.options
         template = self.tokenizer.template_for(bool(content.tools), documents)
         if template is None:
-            raise bad_request("this model has no chat template; use a plain prompt instead of messages", "messages")
+            raise bad_request("this model has no chat template; give a plain prompt, or an instruct model", "messages")
         if documents and "documents" not in template:
             raise bad_request("this model's chat template knows no documents; put them into a message", "documents")
         text = await self._render(content)

@@ -136,7 +136,7 @@ def test_what_an_engine_does_not_report_is_left_out():
 def test_the_verdict_says_what_is_needed_and_what_to_do():
     diagnosis = found(STAGED["k too large"][0], COSTS)
     assert diagnosis.need is not None and diagnosis.have == pytest.approx(1.89)
-    assert diagnosis.verdict.startswith(f"You need {diagnosis.need:.2f} tokens a round, you have 1.89: use k = ")
+    assert f"{diagnosis.need:.2f} tokens a drafted round, you have 1.89: use k = " in diagnosis.verdict
     assert "clients on" in diagnosis.verdict
     table = dict(diagnosis.by_batch)
     assert table[1] and list(table.values())[-1] == 0

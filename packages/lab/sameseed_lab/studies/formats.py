@@ -105,13 +105,10 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
 
 
 def cells(setup: StudySetup) -> list[Cell]:
-    """A cell per format with all ways; at size "true" only heads beside bf16, and also the costs of a 70B target.
-
-    Of a draft "HEAD > SMALL", SMALL alone is a way too.
-    """
+    """A cell per format with all ways; at size "true" only heads beside bf16, and also the costs of a 70B target."""
     draft, drafters = setup.source("1b"), registry.names("drafters")
     head, _, small = draft.rpartition(" > ") if setup.size == "real" else ("", "", "")
-    small = small if head else "{1b}"
+    small = small if head else "{1b}"  # of a draft "HEAD > SMALL", SMALL alone is a way too
     trees = {TREE: (60, 6, 10), SMALL_TREE: (24, 3, 10), CHAIN: (4, 4, 1)} if "head" in setup.names else {}
     models = {MODEL: (small, 4), CASCADE.format("ngram"): (f"ngram > {small}", 6)}
     models |= {CASCADE.format(head if head in drafters else "head"): ("{1b}", 6)} if head else {}

@@ -196,7 +196,7 @@ def more(rows: list[Row]) -> tuple[list[Plot], list[Table]]:
         points = [(r["label"], m, v, [*r["times"][m], v]) for r in here for m, v in r["medians"].items()]
         panels.append(Panel(f"beside {here[0]['peer']}, {place[1]}: ms of a pass", "rows", lines(points)))
         said = {row["label"]: (row["ours"], row["texts"]["tokens_per_s"]) for row in here if row.get("texts")}
-        text_panels.append(_two(f"{place[1]}: tokens/s", said))
+        text_panels.append(_two(f"beside {place[1]}: tokens/s", said))
     for what, title in (("prefill", "prompt of 512: tokens/s"), ("batch", "16 sequences: tokens/s")):
         found: dict[str, tuple[bool, list[float]]] = {}
         for row in passes:
@@ -243,7 +243,8 @@ def text_table(texts: list[Row]) -> Table:
         speed = figure(row["texts"]["median"], ".1f")
         rows.append([row["name"], speed, gain, same, figure(_over(best, row) if best else None)])
     name = next(iter(ours.values()))["label"] if len({r["place"] for r in texts}) == 1 and ours else "our best"
-    return Table("Texts", ("engine", "tokens/s", "over its plain", "texts as its plain", f"{name}: times faster"), rows)
+    heads = ("engine", "tokens/s", "over its plain", "texts as its plain", f"{name}: times faster")
+    return Table("Texts (ratios: medians over texts)", heads, rows)
 
 
 STUDY = Study(__file__, cells, derive, findings, more)
