@@ -74,12 +74,14 @@ def shown(panels: Iterable[Panel]) -> list[Panel]:
         first = len(ours) if count < 2 else max(1, min(ceil(len(ours) / count), MOST - published))
         step = ceil((len(ours) - first) / max(1, count - 1)) or 1
         parts = [ours[:first], *(ours[i : i + step] for i in range(first, len(ours), step))]
+        highest = max((max(y, *ends) for s in (*ours, *others) for (_, y), ends in _with_spread(s)), default=0.0)
+        top = panel.top or (1.08 * highest if len(parts) > 1 else None)  # parts have one scale
         for number, part in enumerate(parts if ours else (), 1):
             labels, places = {s.label for s in part}, {x for s in part for x, _ in s.points}
             beside = [replace(s, points=[p for p in s.points if p[0] in places]) if s.published else s for s in others]
             beside = [s for s in beside if s.points and (s.label in labels if s.limit else number == 1)]
             title = panel.title if len(parts) == 1 else f"{panel.title} ({number} of {len(parts)})"
-            found.append(replace(panel, title=title, series=[*part, *beside]))
+            found.append(replace(panel, title=title, series=[*part, *beside], top=top))
     return found
 
 
@@ -221,10 +223,8 @@ def _bars(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, int]]) -> None
             look["bottom"] = [below[x] for x, _ in s.points]
             below |= {x: below[x] + y for x, y in s.points}
         if not panel.stacked:
-            look |= {
-                "yerr": _ends([y for _, y in s.points], s.spread),
-                "error_kw": {"elinewidth": 0.8, "ecolor": "0.15"},
-            }
+            look["yerr"] = _ends([y for _, y in s.points], s.spread)
+            look["error_kw"] = {"elinewidth": 0.8, "ecolor": "0.15"}
         axes.bar(place, [y for _, y in s.points], width, label=s.label, **look)
     if panel.top is not None:
         axes.set_ylim(0, panel.top)
