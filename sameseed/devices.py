@@ -44,10 +44,8 @@ def no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None:
-        return (
-            f"PyTorch {torch.__version__} is built without CUDA; install a CUDA build (`pip install torch` from PyPI, "
-            "on Linux)"
-        )
+        remedy = "install a CUDA build (`pip install torch` from PyPI, on Linux)"
+        return f"PyTorch {torch.__version__} is built without CUDA; {remedy}"
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) in ("", "-1"):
         return f"the environment hides all GPUs (CUDA_VISIBLE_DEVICES={hidden!r}); unset it"
     return f"no driver answers; `nvidia-smi` must show a GPU, and its driver must know CUDA {torch.version.cuda}"
@@ -114,8 +112,7 @@ def wait(device: torch.device) -> None:
 
 def describe() -> dict[str, Any]:
     """The GPUs, or the reason why there are none, as plain data."""
-    reason = no_cuda()
-    if reason is not None:
+    if (reason := no_cuda()) is not None:
         return {"gpus": [], "reason": reason}
     gpus = []
     for i in range(torch.cuda.device_count()):

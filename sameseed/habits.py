@@ -65,8 +65,7 @@ def translate(
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of SamplingParams from those of other libraries. Raises RequestError."""
     made = translate({k: v for k, v in given.items() if k != "do_sample"}, SAMPLING, RequestError)
-    asked = given.get("do_sample")
-    if asked is not None and bool(asked) != (made.get("temperature") not in (None, 0)):
+    if (asked := given.get("do_sample")) is not None and bool(asked) != (made.get("temperature") not in (None, 0)):
         raise RequestError(f"do_sample={asked!r}: temperature=0 is greedy, above 0 it samples")
     return made
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ log = logging.getLogger("sameseed")
 Arrays = dict[str, NDArray[Any]]
 VARIABLE = "SAMESEED_CACHE"
 PRIVATE = 0o600  # mode of files that hold users' texts or token ids
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+OTHER = (ValueError, TypeError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # of its content
 SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its digest, and bytes per piece
 
 
@@ -83,21 +83,25 @@ def weights_key(path: Path) -> str:
     return found.hexdigest()[:32]
 
 
-def read(kind: str, key: str) -> Arrays | None:
-    """The arrays stored under a key; None if there are none, or if they are not as they were written (CRC-32)."""
+def read(kind: str, key: str, is_sound: Callable[[Arrays], bool] = bool) -> Arrays | None:
+    """The arrays stored under a key; None without, or if damaged (CRC-32), negative, infinite or not `is_sound`."""
+    why: object = "numbers or names that it cannot have"
     try:
         with np.load(_file(kind, key), allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files if name != "digest"}  # of earlier versions
-    except FileNotFoundError:
+            arrays = {name: stored[name] for name in stored.files if name != "digest"}  # of earlier versions
+        if all((np.isfinite(a) & (a >= 0)).all() for a in arrays.values()) and is_sound(arrays):
+            return arrays
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except UNREADABLE as error:
-        refuse(kind, key, error)
-        return None
-
-
-def refuse(kind: str, key: str, why: object) -> None:
-    """Log that the file of a key is broken and that the measurement is repeated."""
+    except (*OTHER, OSError, MemoryError) as error:
+        why = why if isinstance(error, OTHER) else error
     log.warning("%s is broken (%s); it is measured again", _file(kind, key), why)
+    return None
+
+
+def alike(arrays: Arrays, own: Arrays) -> bool:
+    """Whether `arrays` have the shapes of those in `own`. Raises KeyError if one is missing."""
+    return all(arrays[name].shape == its.shape for name, its in own.items())
 
 
 def write(kind: str, key: str, arrays: Arrays) -> None:

@@ -26,9 +26,10 @@ ROWS, MOST, LONGEST = (1, 2, 4, 8, 16), 8, 512  # rows of a pass; texts that are
 
 def counted(config: ModelConfig, path: Path) -> ModelConfig:
     """The config with the distinct experts that were counted in texts of the model at `path`, if any were."""
-    if not isinstance(config, MoeConfig) or (known := store.read("experts", store.weights_key(path))) is None:
+    if not isinstance(config, MoeConfig):
         return config
-    return replace(config, distinct=tuple((m, n) for m, n in known["distinct"].tolist()))
+    known = store.read("experts", store.weights_key(path), lambda arrays: arrays["distinct"].shape[1:] == (2,))
+    return replace(config, distinct=tuple((m, n) for m, n in known["distinct"].tolist())) if known else config
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sameseed.cost.round import PAYS
 from sameseed.errors import ConfigError
 
 log = logging.getLogger("sameseed")
-KIND, AUTO = "vocabulary", "auto"
+KIND, AUTO = "said", "auto"
 FEWEST = 6  # AUTO keeps the 2 ** FEWEST tokens said most often, or more
 OFTEN = 64  # counts are written, and cuts judged anew, once they have grown by one part in so many
 MOST = 1 << 17  # tokens from which counts are halved, so that newer outputs count more
@@ -45,9 +45,9 @@ class SaidTokens:
 
     def __init__(self, target: Path, vocab_size: int) -> None:
         self._key, self._unwritten = store.weights_key(target), 0
-        self.counts, self.places = np.zeros(vocab_size, np.int64), np.zeros(64, np.int64)
-        if (known := store.read(KIND, self._key)) is not None:
-            self.counts[known["tokens"]], self.places = known["counts"], known["places"]
+        own = {"counts": np.zeros(vocab_size, np.int64), "places": np.zeros(64, np.int64)}
+        known = store.read(KIND, self._key, lambda arrays: store.alike(arrays, own)) or own
+        self.counts, self.places = known["counts"], known["places"]
         self._cuts: list[_Cut] = []
         self._rank()
 
@@ -64,8 +64,7 @@ class SaidTokens:
         self._unwritten = 0
         if self.counts.sum() > MOST:
             self.counts, self.places = self.counts // 2, self.places // 2
-        tokens = self.counts.nonzero()[0]
-        store.write(KIND, self._key, {"tokens": tokens, "counts": self.counts[tokens], "places": self.places})
+        store.write(KIND, self._key, {"counts": self.counts, "places": self.places})
         self._rank()
         for cut in self._cuts:
             cut.judge()

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
-
 import sameseed
 from sameseed import devices, store
 from sameseed.config import EngineConfig
@@ -60,10 +58,7 @@ class LearnedTable:
 
     def begin(self, measure: Callable[[], EngineCost]) -> None:
         """Take over the stored state, whose costs are not measured again, or measure and store that at once."""
-        arrays = store.read(KIND, self._key)
-        if arrays is not None and not is_plausible(arrays):
-            store.refuse(KIND, self._key, "numbers that no engine has")
-            arrays = None
+        arrays = store.read(KIND, self._key, lambda found: is_plausible(found, self._policy.acceptance.as_arrays()))
         if arrays is None:
             self._policy.calibrate(measure)
             self._write()
@@ -83,7 +78,8 @@ class LearnedTable:
             store.write(KIND, self._key, {**self._policy.cost.as_arrays(), **self._policy.acceptance.as_arrays()})
 
 
-def is_plausible(arrays: store.Arrays) -> bool:
-    """Whether all numbers are finite and none is negative, and a pass takes 1 µs to 10 minutes: clocks may glitch."""
-    every, seconds = np.concatenate([a.ravel() for a in arrays.values()]), arrays["target"][1]
-    return bool(every.min() >= 0.0 and every.max() <= MOST and seconds.min() >= 1e-6 and seconds.max() <= LONGEST)
+def is_plausible(arrays: store.Arrays, own: store.Arrays) -> bool:
+    """Whether arrays are of a policy with counts like `own`, and a pass takes 1 µs to 10 minutes: clocks may glitch."""
+    EngineCost.from_arrays(arrays)  # raises where they do not fit
+    most, seconds = max(a.max() for a in arrays.values()), arrays["target"][1]
+    return bool(most <= MOST and seconds.min() >= 1e-6 and seconds.max() <= LONGEST and store.alike(arrays, own))

@@ -13,7 +13,7 @@ from numbers import Integral
 from threading import RLock
 from typing import TYPE_CHECKING, Any, overload
 
-from sameseed import habits
+from sameseed import fields, habits
 from sameseed.engine.build import build_engine
 from sameseed.engine.engine import Engine
 from sameseed.engine.settings import AsyncEngineArgs, DraftChoice, Settings, make_config
@@ -76,9 +76,9 @@ class Front(habits.Hinted):
             tuned = Tuned.read(profile)
             said = {k: v for k, v in given.items() if v is not None or k not in ("model", "draft")}
             given = {"model": tuned.model.id, **tuned.chosen.settings(), **said}
-        model = given.pop("model") or "embedded"
+        model = fields.value_of(str | None, given.pop("model"), "model")
         self.config = make_config(**given)
-        self.engine = build_engine(model, self.config, progress, target)
+        self.engine = build_engine("embedded" if model is None else model, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._draw = secrets.randbelow if seed is None else random.Random(seed).randrange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from sameseed import fields
@@ -70,7 +71,7 @@ def make_config(draft: DraftChoice = None, **settings: Unpack[Settings]) -> Engi
         given["policy"] = "fixed" if "confidence" in given or spec.method == "none" else "goodput"
     if given.get("policy") in ENDING:
         given.setdefault("num_draft_tokens", GOODPUT_DRAFT_TOKENS)
-    options = given.pop("options", {})
+    options = fields.value_of(Mapping[str, Any], given.pop("options", {}), "draft_options")
     below = _levels_below(spec, options.get("below"))
     if chosen := {k: v for k, v in options.items() if k != "below"}:
         given["options"] = {**spec.options, **chosen}

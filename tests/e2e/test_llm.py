@@ -163,7 +163,8 @@ def test_a_draft_with_another_vocabulary(folders, tmp_path):
         ({"draft": "ngram > embedded-draft > self_quant"}, ConfigError, r"'\(ngram > embedded-draft\) \+ self_quant'"),
         ({"template_date": ""}, ConfigError, "must be a date"),
         ({"draft": Path("ngramm")}, ModelLoadError, "no model at 'ngramm'"),
-        ({"model": Path("/nowhere/at/all")}, ModelLoadError, "no model at '/nowhere"),
+        ({"draft": "ngram", "draft_options": '{"max_ngram": 4}'}, ConfigError, "options' must be of type object"),
+        ({"model": ""}, ModelLoadError, "no model at ''"),
         ({"blocksize": 4}, ConfigError, "did you mean 'block_size'"),
     ],
 )

@@ -44,9 +44,9 @@ def test_others_may_not_read_texts(tmp_path, umask, monkeypatch):
 def test_a_damaged_file_is_no_file(tmp_path, monkeypatch, caplog):
     """Wherever a byte is flipped, and however short the file is."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
-    store.write("kind", "key", {"a": np.arange(300), "b": np.array(["x"])})
+    store.write("kind", "key", {"a": np.arange(300)})
     file, arrays = tmp_path / "kind" / "key.npz", store.read("kind", "key")
-    assert arrays is not None and arrays["a"].tolist() == [*range(300)] and arrays["b"].tolist() == ["x"]
+    assert arrays is not None and arrays["a"].tolist() == [*range(300)]
     whole = file.read_bytes()
     at = whole.index(b"a.npy") + 40  # within the array's own bytes
     for content in (b"", b"PK\x03\x04", whole[:-30], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):

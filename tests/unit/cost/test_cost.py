@@ -196,6 +196,7 @@ def test_a_draft_keeps_the_rows_that_its_target_needs(pair, pair_folders):
     assert drafted() == list(range(100, 164))
     again = SaidTokens(pair_folders[0], MODEL_VOCAB)
     assert again.counts.tolist() == said.counts.tolist() and again.share(64) == said.share(64) > 0.9
+    assert not SaidTokens(pair_folders[0], MODEL_VOCAB + 1).counts.any(), "counts of another vocabulary"
     for _ in range(80):
         said.add([*range(50)])
     assert set(range(50)) < set(drafted()), "a cut that misses too much grows"
