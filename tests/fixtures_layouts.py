@@ -320,12 +320,8 @@ def bnb_int8(weight, name, generator):
     """int8 codes and the absmax of each row (SCB)."""
     absmax = weight.abs().amax(1)
     codes = (weight / absmax[:, None] * 127).round().to(torch.int8)
-    stored = {
-        f"{name}.weight": codes,
-        f"{name}.SCB": absmax,
-        f"{name}.weight_format": torch.zeros(1, dtype=torch.uint8),
-    }
-    return stored, codes.float() * (absmax / 127.0)[:, None]
+    found = {f"{name}.weight": codes, f"{name}.SCB": absmax, f"{name}.weight_format": torch.zeros(1, dtype=torch.uint8)}
+    return found, codes.float() * (absmax / 127.0)[:, None]
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

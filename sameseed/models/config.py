@@ -357,13 +357,9 @@ LLAMA: Mapping[str, Any] = {  # the entries of a Llama's config.json that do not
 
 def sizes_of(shape: Any) -> dict[str, int]:
     """The sizes of a ModelConfig, or of an object with the same fields, under the keys of config.json."""
-    words = {
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-    }
-    fields = ("hidden_size", "intermediate_size", *words, "head_dim", "vocab_size")
-    return {words.get(name, name): getattr(shape, name) for name in fields}
+    own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+    fields = ("hidden_size", "intermediate_size", *own, "head_dim", "vocab_size")
+    return {own.get(name, name): getattr(shape, name) for name in fields}
 
 
 def is_parallel(folder: Path) -> bool:
@@ -443,9 +439,7 @@ def _mask_token(raw: Mapping[str, Any], where: str, vocab_size: int) -> int | No
     if name is not None:
         return whole_number(raw, where, name, least=0, most=vocab_size - 1)
     if raw.get("spd_type") in PARALLEL:
-        raise ModelLoadError(
-            f"{where}: spd_type 'pard' without a mask token; name it as \"pard_token\", or take spd_type out"
-        )
+        raise ModelLoadError(f"{where}: spd_type 'pard' without a mask token; name it as pard_token, or take it out")
     return None
 
 
@@ -533,10 +527,8 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
     original = whole_number(given, where, "original_max_position_embeddings", max_len, least=2)
     growth = max(1.0, positive_number(given, "factor", max_len / original, where))
     magnitude = math.sqrt(1 + math.log(growth) / math.log(original))
-    magnitude = positive_number(given, "attention_factor", magnitude, where)
-    return replace(
-        rope, kind="factors", factors=lists[0], long_factors=lists[1], original_max_len=original, magnitude=magnitude
-    )
+    rope = replace(rope, magnitude=positive_number(given, "attention_factor", magnitude, where))
+    return replace(rope, kind="factors", factors=lists[0], long_factors=lists[1], original_max_len=original)
 
 
 def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ from sameseed.models.config import ModelConfig, View, base_config, layer_shapes,
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import ModelWeights, rope_table
 from sameseed.models.weights import Shapes, WeightReader
-from sameseed.ops import Grown, Ops, RowSource, StateLayer, normed_rows
+from sameseed.ops import Grown, Ops, Results, RowSource, StateLayer, normed_rows
 
 
 class Runnable:
@@ -45,9 +45,7 @@ class Runnable:
         chain = getattr(self._run, "chain", None)
         return None if chain is None else cast("Tensor | None", chain(batch, steps, cache, how, *inputs))
 
-    def _pass(
-        self, batch: Batch, cache: KVCache, how: tuple[int, ...], *inputs: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _pass(self, batch: Batch, cache: KVCache, how: tuple[int, ...], *inputs: Tensor) -> Results:
         """One pass, and the tokens drawn by `batch.draws`; None where the backend cannot draw."""
         logits, hidden, chosen = self._run(batch, cache, how, *inputs)
         if chosen is None and batch.draws is not None:  # the pass itself did not choose
@@ -57,7 +55,7 @@ class Runnable:
     def _chosen(self, ops: Ops, logits: Tensor, batch: Batch) -> Tensor | None:
         return None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _forward(self, *args: Any, **kwargs: Any) -> Results:
         """One pass over (ops, batch, cache, how, ...): logits [R, V], captured states, and tokens that were drawn.
 
         Everything that reads rows goes through `ops`: a backend may record the calls and replay them.
@@ -163,9 +161,7 @@ class Decoder(Runnable):
         self.rope = rope_table(config.rope, config.head_dim, self.max_model_len).to(self.device)
 
     @torch.inference_mode()
-    def run(
-        self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def run(self, batch: Batch, cache: KVCache, captures: tuple[int, ...] = ()) -> Results:
         """Run the rows of `batch`, and store their keys and values in the cache.
 
         Returns logits float32 [R, V] of `batch.logit_rows`; if `captures` names layers, the outputs of these layers for
@@ -185,9 +181,7 @@ class Decoder(Runnable):
     def _logits(self, ops: Ops, rows: RowSource) -> Tensor:
         return ops.product(rows, self.weights.lm_head)
 
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _forward(self, ops: Ops, batch: Batch, cache: KVCache, captures: tuple[int, ...]) -> Results:
         batch, x, kept = batch.on(self.device), torch.empty(0), dict[int, Tensor]()
         for i, x in enumerate(self._states(ops, batch, cache)):
             if i in captures:

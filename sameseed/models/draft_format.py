@@ -57,16 +57,14 @@ def few_bits(quant: QuantScheme, device: str = "cpu") -> QuantScheme:
     return replace(quant, rules=())
 
 
-def following(
-    usual: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None
-) -> QuantScheme:
-    """`usual` if the source's matrices are dense and can be stored in it (if need be without its group), else "auto".
+def following(own: QuantScheme, config: ModelConfig, source: TensorSource, shapes: Shapes | None = None) -> QuantScheme:
+    """`own` if the source's matrices are dense and can be stored in it (if need be without its group), else "auto".
 
     `shapes`: of the tensors of a draft head.
     """
     names = [name for name, shape in (shapes or expected_shapes(config)).items() if len(shape) == 2]
-    if usual.weights != "auto" and all(source.scheme(name) is None for name in names):
-        for wanted in (usual, replace(usual, group=None)):
+    if own.weights != "auto" and all(source.scheme(name) is None for name in names):
+        for wanted in (own, replace(own, group=None)):
             with suppress(ConfigError):
                 weight_bytes(config, source, wanted, shapes)
                 return wanted

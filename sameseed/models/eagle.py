@@ -245,6 +245,5 @@ class HeadRunner:
             offsets.append(len(tokens))
         holders = [level.holder for level in levels]
         cached, rows = [h.num_cached for h in holders], list(range(len(tokens)))
-        return pack(
-            (tokens, positions, slots, offsets, [0] * len(levels), cached, rows), [h.blocks for h in holders], masks
-        )
+        arrays = (tokens, positions, slots, offsets, [0] * len(levels), cached, rows)
+        return pack(arrays, [h.blocks for h in holders], masks)

@@ -118,11 +118,8 @@ class Gemma(Decoder):
 
     config: GemmaConfig
     by_layer = True
-    norms: ClassVar = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
+    norms: ClassVar = tuple(
+        f"{n}_layernorm" for n in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     )
     gguf_names: ClassVar = {
         **Decoder.gguf_names,

@@ -71,9 +71,7 @@ class HeadConfig:
             return (num_layers - 1,)
         inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
         if any(not 1 <= i <= num_layers for i in inputs):
-            raise ConfigError(
-                f"the head reads what enters layers {list(inputs)} of the target's {num_layers}; {TRAINED}"
-            )
+            raise ConfigError(f"the head reads what enters layers {list(inputs)} of {num_layers}; {TRAINED}")
         return tuple(i - 1 for i in inputs)
 
     @property
@@ -83,13 +81,11 @@ class HeadConfig:
     def check_target(self, target: ModelConfig) -> None:
         """Raises ConfigError or VocabularyError unless the head can draft for a target of this config."""
         if self.target_hidden_size != target.hidden_size:
-            raise ConfigError(
-                f"the head reads states of {self.target_hidden_size} values, not {target.hidden_size}; {TRAINED}"
-            )
+            sizes = f"{self.target_hidden_size} values, not {target.hidden_size}"
+            raise ConfigError(f"the head reads states of {sizes}; {TRAINED}")
         if self.layer.vocab_size != target.vocab_size:
-            raise VocabularyError(
-                f"the head knows {self.layer.vocab_size} tokens, the target {target.vocab_size}; {TRAINED}"
-            )
+            sizes = f"{self.layer.vocab_size} tokens, the target {target.vocab_size}"
+            raise VocabularyError(f"the head knows {sizes}; {TRAINED}")
         self.captures(target.num_layers)
 
     def tensors(self, layer: str = "midlayer") -> dict[str, tuple[int, ...]]:
@@ -99,11 +95,8 @@ class HeadConfig:
         """
         c, hidden, reads_layers = self.layer, self.layer.hidden_size, self.kind != "eagle"
         wide = self.num_captures * self.target_hidden_size if reads_layers else 2 * hidden
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens.weight": (c.vocab_size, hidden),
-            "fc.weight": (hidden, wide),
-        }
-        shapes |= self._layers(layer, wide)
+        first = {"embed_tokens.weight": (c.vocab_size, hidden), "fc.weight": (hidden, wide)}
+        shapes: dict[str, tuple[int, ...]] = {**first, **self._layers(layer, wide)}
         shapes |= {"norm.weight": (hidden,), "d2t": (self.draft_vocab_size,)} if reads_layers else {}
         return {**shapes, "lm_head.weight": (self.draft_vocab_size, hidden)}
 
@@ -197,9 +190,7 @@ def check_rotation(head: Path, target: Path) -> None:
         seed, again = "none", ""
         if wanted is not None:
             seed, again = f"seed {wanted}", f", and turn it (sameseed quantize HEAD --head-for {target} -o DIR)"
-        raise ConfigError(
-            f"{head} was turned for the rotation of seed {own}, {target} has {seed}; take the head before that{again}"
-        )
+        raise ConfigError(f"{head} was turned for seed {own}, {target} has {seed}; take the head before that{again}")
     if own is None and wanted is not None:
         say_once(
             f"{target} was rotated: a head for the model before it must be turned (sameseed quantize {head} --head-for "

@@ -175,11 +175,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind != "llama3":
         return inverse
     wavelength = 2 * math.pi / inverse
-    low = rope.original_max_len / rope.low_freq_factor
-    high = rope.original_max_len / rope.high_freq_factor
-    smooth = (rope.original_max_len / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    length, first, last = rope.original_max_len, rope.low_freq_factor, rope.high_freq_factor
+    low, high = length / first, length / last
+    smooth = (length / wavelength - first) / (last - first)
     blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
     scaled = torch.where(wavelength > low, inverse / rope.factor, inverse)
     return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)

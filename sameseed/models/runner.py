@@ -16,7 +16,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.kvcache.state import settle
 from sameseed.models.decoder import Decoder
 from sameseed.models.drawn import Drawn, LateNodes, steps_after
-from sameseed.ops import Ends, Grown
+from sameseed.ops import Ends, Grown, Results
 from sameseed.request import Sequence
 
 
@@ -200,9 +200,7 @@ class ModelRunner:
             seq.num_cached = len(seq) - 1
         return True
 
-    def _run(
-        self, seqs: Seq[Sequence], batch: Batch, captures: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _run(self, seqs: Seq[Sequence], batch: Batch, captures: tuple[int, ...] = ()) -> Results:
         """`Decoder.run`; then the sequences' states cover what the batch says."""
         if self.cache.states is not None:
             self.cache.states.copy(self.blocks.kept.copies)

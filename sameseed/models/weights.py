@@ -169,11 +169,8 @@ def matrix_bits(
 ) -> float:
     """Bits per weight that one matrix will take. Raises ConfigError where the scheme cannot store its rows."""
     chosen, own = resolve_scheme(config, source, quant, name.removesuffix(".weight")), source.scheme(name)
-    if (
-        own is not None
-        and own.weights == chosen.weights in KQUANTS | BLOCKS
-        and (device, chosen.activations) != ("cpu", "int8")
-    ):
+    kept = own is not None and own.weights == chosen.weights in KQUANTS | BLOCKS
+    if kept and (device, chosen.activations) != ("cpu", "int8"):
         chosen = round_scheme(shape[1])  # no kernel supports these K-quants: see WeightReader
     if own is None or own.weights != chosen.weights:
         check_blocks(name, shape, chosen)

@@ -107,9 +107,7 @@ def test_it_can_be_turned_off(pair_folders, draft):
     target, small = map(str, pair_folders)
     found = []
     for on in (True, False):
-        drafting = (
-            {} if draft == "none" else {"draft": small, "policy": "fixed"}
-        )  # another policy may decide not to draft
+        drafting = {} if draft == "none" else {"draft": small, "policy": "fixed"}  # others may decide not to draft
         llm = LLM(target, **drafting, prefix_cache=on, max_num_seqs=2)
         params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
         done = [llm.generate([PROMPTS[0]], params)[0] for _ in range(2)]

@@ -35,14 +35,10 @@ def byte_level():
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(TEXT * 3, trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-    )
+    known = {"special_tokens": SPECIAL, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    backend.train_from_iterator(TEXT * 3, trainers.BpeTrainer(vocab_size=400, show_progress=False, **known))
+    begin = [("<s>", backend.token_to_id("<s>"))]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
     return Tokenizer(backend)
 
 

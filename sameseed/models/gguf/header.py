@@ -147,9 +147,7 @@ class GGUFFile(TensorFile):
                 ) from None
         values = math.prod(shape)
         if shape[-1] % block[0]:
-            raise self.unsound(
-                f"tensor {name[:80]!r} has rows of {shape[-1]} values, which blocks of {block[0]} do not divide"
-            )
+            raise self.unsound(f"tensor {name[:80]!r}: rows of {shape[-1]}, which blocks of {block[0]} do not divide")
         if not 0 < values < 2**62 or values // block[0] * block[1] > self.size - min(offset, self.size):
             raise self.unsound(f"tensor {name[:80]!r}, {type_} {list(shape)} at {offset}, does not fit the file")
         return TensorInfo(type_, (block[0], block[1]), shape, offset, offset + values // block[0] * block[1])

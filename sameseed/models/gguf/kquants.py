@@ -60,12 +60,8 @@ def _q3(blocks: Tensor) -> dict[str, Tensor]:
     low = _bits(blocks[:, 32:96].reshape(-1, 32), 4, 2).view(-1, 256)
     packed = blocks[:, 96:108].view(-1, 3, 4)
     fours = torch.cat([packed[:, :2] & 15, packed[:, :2] >> 4], dim=1)
-    steps = fours | _bits(packed[:, 2], 4, 2) << 4
-    return {
-        "codes": low + (third << 2) + (32 - 4),
-        "steps": steps.flatten(1).view(torch.int8) - 32,
-        "scales": _half(blocks, 108),
-    }
+    steps = (fours | _bits(packed[:, 2], 4, 2) << 4).flatten(1).view(torch.int8) - 32
+    return {"codes": low + (third << 2) + (32 - 4), "steps": steps, "scales": _half(blocks, 108)}
 
 
 def _q45(blocks: Tensor) -> dict[str, Tensor]:

@@ -82,9 +82,7 @@ class Layout:
 def cache_scale(name: str, where: str) -> bool:
     """Whether a tensor is a static scale of the KV cache, in any layout; logs once that it is left out."""
     if name.endswith(CACHE):
-        say_once(
-            f"{where}: its static scales for the KV cache are left out; here they are per token and head (--kv-format)"
-        )
+        say_once(f"{where}: its scales for the KV cache are left out; here they are per token and head (--kv-format)")
     return name.endswith(CACHE)
 
 
@@ -228,13 +226,13 @@ def column_groups(name: str, files: Files, size: int, count: int) -> Tensor | No
     return index
 
 
-def listed(value: object, where: str) -> list[str]:
-    """A list of names, or nothing. Raises ModelLoadError."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ModelLoadError(f"{where} must be a list of names, got {str(value)[:80]}")
-    return value
+def listed(config: Mapping[str, Any], where: str, *keys: str) -> list[str]:
+    """The names in the lists under some keys, of which any may be missing. Raises ModelLoadError."""
+    lists = {key: [] if config.get(key) is None else config[key] for key in keys}
+    for key, value in lists.items():
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise ModelLoadError(f"{where}: {key} must be a list of names, got {str(value)[:80]}")
+    return [name for names in lists.values() for name in names]
 
 
 def finite(value: QuantTensor | Tensor) -> bool:

@@ -76,7 +76,7 @@ def _group(value: object, config: Mapping[str, Any], config_file: str, group: st
             f"{where}: {bits}-bit {kind} weights in format {str(layout)[:80]!r} are not supported; "
             f"{', '.join(readable)} are, in 4 or 8 bits; {REMEDY}"
         )
-    targets = tuple(listed(value.get("targets"), f"{where}: targets"))
+    targets = tuple(listed(value, where, "targets"))
     symmetric = weights.get("symmetric", True) is not False
     inputs = value.get("input_activations")
     activations = _activations(inputs, kind)
@@ -109,7 +109,7 @@ class CompressedTensors(Layout):
             raise ModelLoadError(f"{where}: quantization_config has no config_groups; download it again")
         self.where = where
         self.groups = [_group(value, config, where, name) for name, value in groups.items()]
-        self.ignore = set(listed(config.get("ignore"), f"{where}: ignore"))
+        self.ignore = set(listed(config, where, "ignore"))
         self.expressions = [target for target in self.ignore if target.startswith("re:")]  # few among many names
         for target in [*self.ignore, *(t for g in self.groups for t in g.targets)]:
             fits(target, "")  # reject an invalid expression now
@@ -169,19 +169,17 @@ class CompressedTensors(Layout):
         return stored(tensors, g.bits, parts, width, size, why, g.symmetric, g.activations, index)
 
 
-def _codes(
-    name: str, shape: tuple[int, int], files: Files, g: Group, count: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _codes(name: str, shape: tuple[int, int], files: Files, g: Group, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `stored` takes."""
     height, width = shape
-    scales = files.raw(f"{name}.weight_scale").reshape(-1, count).expand(height, count).contiguous()
+    scales = files.raw(f"{name}.weight_scale").reshape(-1, n).expand(height, n).contiguous()
     if g.layout == "pack-quantized":
         codes = unpacked(files.raw(f"{name}.weight_packed"), g.bits)[:, :width].contiguous()
         zeros = None if g.symmetric else unpacked(files.raw(f"{name}.weight_zero_point").T, g.bits)[:, :height].T
         return codes, scales, zeros
     codes, zeros = files.raw(f"{name}.weight"), None
     if not g.symmetric:
-        zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, count).expand(height, count)
+        zeros = files.raw(f"{name}.weight_zero_point").reshape(-1, n).expand(height, n)
     if g.bits == 8:
         return codes, scales, zeros
     for found in (codes,) if zeros is None else (codes, zeros):

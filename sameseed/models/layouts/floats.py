@@ -130,8 +130,7 @@ class Fp8(Layout):
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         block = config.get("weight_block_size")
         self.block = None if block is None else two_sizes(block, f"{where}: weight_block_size")
-        lists = [listed(config.get(n), f"{where}: {n}") for n in ("modules_to_not_convert", "ignored_layers")]
-        self.skip = [name for names in lists for name in names]
+        self.skip = listed(config, where, "modules_to_not_convert", "ignored_layers")
         self.where = where
         if config.get("activation_scheme") == "dynamic" or config.get("quant_method") == "fbgemm_fp8":
             say_once(f"{where}: made for rows that are rounded to 8-bit floats as they come; here rows stay float32")
@@ -159,8 +158,7 @@ class ModelOpt(Layout):
             parts = [part for part in layers.values() if isinstance(part, dict)]
         for part in parts:
             one_of(str(part.get("quant_algo")).upper(), ALGORITHMS, f"{where}: quant_algo", REMEDY)
-        lists = [listed(settings.get(n), f"{where}: {n}") for n in ("exclude_modules", "ignore")]
-        self.skip = [name for names in lists for name in names]
+        self.skip = listed(settings, where, "exclude_modules", "ignore")
 
     def find(self, name: str, shape: tuple[int, int], files: Files) -> StoredMatrix | None:
         weight = f"{name}.weight"

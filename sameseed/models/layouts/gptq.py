@@ -166,9 +166,7 @@ class AwqLayout(Layout):
         height, width = shape
         size = self.group or width
         if height % 8 or width % size:
-            raise ModelLoadError(
-                f"tensor {name} {list(shape)} cannot be AWQ: 8 must divide its height, {size} its width"
-            )
+            raise ModelLoadError(f"tensor {name} {list(shape)} is no AWQ: 8 must divide its height, {size} its width")
         tensors = (
             files.expect(f"{name}.qweight", ["I32"], (width, height // 8)),
             files.expect(f"{name}.qzeros", ["I32"], (width // size, height // 8)),

@@ -97,8 +97,5 @@ def tensors_of(name: str, q: QuantTensor) -> dict[str, Tensor]:
 
 def config_of(schemes: Mapping[str, QuantScheme]) -> dict[str, Any]:
     """The `quantization_config` for these schemes by module."""
-    return {
-        "quant_method": "sameseed",
-        "version": VERSION,
-        "modules": {name: str(scheme) for name, scheme in schemes.items()},
-    }
+    modules = {name: str(scheme) for name, scheme in schemes.items()}
+    return {"quant_method": "sameseed", "version": VERSION, "modules": modules}

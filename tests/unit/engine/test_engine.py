@@ -48,9 +48,7 @@ def test_counters_add_up(pair):
         assert c.metrics.num_output_tokens == len(c.token_ids) == len(c.accepted) == 25
         assert c.metrics.num_prompt_tokens == len(c.prompt_token_ids)
         assert sum(c.accepted) == spec.num_accepted_tokens
-        assert len(c.token_ids) == spec.num_rounds + spec.num_accepted_tokens, (
-            "one token a round, and what was accepted"
-        )
+        assert len(c.token_ids) == spec.num_rounds + spec.num_accepted_tokens, "one a round, and what was accepted"
         assert not c.accepted[0], "the first token comes from the prompt's pass"
         assert spec.num_accepted_tokens_per_pos == sorted(spec.num_accepted_tokens_per_pos, reverse=True)
         assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens

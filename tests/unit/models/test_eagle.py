@@ -23,6 +23,7 @@ from sameseed.ops import plain_rows
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantScheme
 
+QWEN3 = "Eagle3Qwen3ForCausalLM"
 KINDS = {
     "eagle": ("eagle", {}, ("embed_tokens.weight", "lm_head.weight")),
     "eagle, all its own": ("eagle", {"head_dim": 4, "num_attention_heads": 6}, ()),
@@ -32,17 +33,9 @@ KINDS = {
     "eagle3, norms": ("eagle3", {"draft_vocab_size": 130, "norm_before_fc": True, "norm_output": True}, ()),
     "speculators": ("speculators", {"draft_vocab_size": 100, "norm_before_residual": True}, ()),
     "speculators, norms": ("speculators", {"draft_vocab_size": 100, "fc_norm": True, "norm_output": True}, ()),
-    "EAGLE-3.1": (
-        "eagle3",
-        {"draft_vocab_size": 130, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
-        (),
-    ),
+    "EAGLE3.1": ("eagle3", {"draft_vocab_size": 130, "norm_before_fc": True, "fc_norm": True, "norm_output": True}, ()),
     "biases": ("eagle3", {"draft_vocab_size": 130, "attention_bias": True, "mlp_bias": True}, ()),
-    "Qwen3": (
-        "eagle3",
-        {"architectures": ["Eagle3Qwen3ForCausalLM"], "draft_vocab_size": 130, "norm_before_residual": True},
-        (),
-    ),
+    "Qwen3": ("eagle3", {"architectures": [QWEN3], "draft_vocab_size": 130, "norm_before_residual": True}, ()),
     "speculators, Qwen3": ("speculators", {"model_type": "qwen3", "draft_vocab_size": 100, "fc_norm": True}, ()),
     "of EAGLE's authors": ("eagle3", {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 130}, ()),
     "for Phi": ("eagle3", {"model_type": "phi3", "draft_vocab_size": 130}, ()),
@@ -248,7 +241,7 @@ def test_names_that_begin_with_model(folder, tmp_path):
 
 
 def test_the_window_is_that_of_its_first_layer():
-    raw = {**raw_config("eagle3", 304, architectures=["Eagle3Qwen3ForCausalLM"]), "sliding_window": 64}
+    raw = {**raw_config("eagle3", 304, architectures=[QWEN3]), "sliding_window": 64}
     assert parse_head_config(raw).layer.windows == (None,)
     assert parse_head_config({**raw, "use_sliding_window": True}).layer.windows == (64,)
     for kinds, window in ((["sliding_attention"], 64), (["full_attention", "sliding_attention"], None)):

@@ -82,9 +82,7 @@ LAYOUTS = {
         ct_integers(4, 64, False), ct_config(4, "int", "group", "pack-quantized", 64, False), "w4a16-g64-asym",
     ),
     "ct-w4a16-channel": (ct_integers(4, None), ct_config(4, "int", "channel", "pack-quantized"), "w4a16-channel"),
-    "ct-w8a16": (
-        ct_integers(8, None, layout="int-quantized"), ct_config(8, "int", "channel", "int-quantized"), "w8a16",
-    ),
+    "ct-w8": (ct_integers(8, None, layout="int-quantized"), ct_config(8, "int", "channel", "int-quantized"), "w8a16"),
     "ct-w8-asym": (
         ct_integers(8, None, False, "int-quantized"),
         ct_config(8, "int", "channel", "int-quantized", None, False), "rounded",

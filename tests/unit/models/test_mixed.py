@@ -126,13 +126,7 @@ def test_the_name_of_the_stored_format_keeps_its_codes(stored, asked, kept, acti
     assert down.activations == activations
 
 
-ONE_LAYER = {
-    **VARIANTS["llama3"].raw,
-    "hidden_size": 64,
-    "intermediate_size": 320,
-    "head_dim": 16,
-    "num_hidden_layers": 1,
-}
+SHALLOW = VARIANTS["llama3"].raw | {"hidden_size": 64, "intermediate_size": 320, "head_dim": 16, "num_hidden_layers": 1}
 # The rows of the first ones share something (blocks, an offset, a choice): each matrix is encoded whole and by itself.
 FORMATS = ["fp8-b128", "fp8-a8-b128", "nf4-dq", "fp8-auto", "qoq", "w4a8-qoq", "mxfp4", "fp8-a8", "bf16", "w8a8"]
 FORMATS += ["w8a16-g32", "w4a8", "w4a16-asym", "nf4", "fp8"]
@@ -150,7 +144,7 @@ def values(chosen, w):
 def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch):
     """A matrix equals the one in a checkpoint, whatever it is stacked with and however other matrices are chunked."""
     monkeypatch.setattr(weights, "CHUNK", 64 * 64)
-    config, asked, chosen = parse_config(ONE_LAYER), QuantScheme.parse(name), ops.resolve(backend)
+    config, asked, chosen = parse_config(SHALLOW), QuantScheme.parse(name), ops.resolve(backend)
     source = Stored(random_tensors(config), {})
     layer = read_weights(config, source, asked, chosen).layers[0]
     assert all(t.is_contiguous() for w in layer.matrices for t in w.parts.values())
@@ -164,7 +158,7 @@ def test_a_loaded_matrix_is_the_one_encoded_alone(name, backend, monkeypatch):
 @pytest.mark.parametrize("backend", backends())
 def test_a_choice_is_made_for_each_matrix(backend):
     """One matrix of a stack has a wide range and takes e5m2, the others e4m3; their products are joined."""
-    config, chosen = parse_config(ONE_LAYER), ops.resolve(backend)
+    config, chosen = parse_config(SHALLOW), ops.resolve(backend)
     tensors = random_tensors(config)
     wide = tensors[f"{AT}.mlp.up_proj.weight"]
     wide *= 1e-7

@@ -95,16 +95,10 @@ def check_stored(name, x):
 
 
 @every_scaled_format
-@given(
-    T=st.integers(1, 9),
-    heads=st.integers(1, 3),
-    dim=st.integers(1, 70),
-    size=st.integers(-38, 38),
-    seed=st.integers(0, 99),
-)
+@given(shape=st.tuples(*(st.integers(1, n) for n in (9, 3, 70))), size=st.integers(-38, 38), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_codes_and_scales_are_those_of_the_format(name, T, heads, dim, size, seed):
-    check_stored(name, randn(T, heads, dim, seed=seed) * 10.0**size)
+def test_codes_and_scales_are_those_of_the_format(name, shape, size, seed):
+    check_stored(name, randn(*shape, seed=seed) * 10.0**size)
 
 
 @every_scaled_format

@@ -16,9 +16,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.llama import Llama
 from sameseed.ops import _replay
 
-pytestmark = pytest.mark.skipif(
-    ops.registry.load("ops", "cpu").unavailable() is not None, reason="the native module is not built"
-)
+pytestmark = pytest.mark.skipif(ops.registry.load("ops", "cpu").unavailable() is not None, reason="no native module")
 BLOCK, NUM_BLOCKS = 4, 64
 
 

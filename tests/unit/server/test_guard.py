@@ -197,16 +197,12 @@ async def test_other_names_of_the_model():
         is_error(await client.post("/detokenize", json={"tokens": [1], "model": "c"}), 404)
 
 
-PAGE_OF_OTHERS, EVIL = "http://page.example", "http://evil.example"
+OTHERS, EVIL = "http://page.example", "http://evil.example"
 
 
 @pytest.mark.parametrize(
     ("cors", "origin", "status", "leave"),
-    [
-        ((), EVIL, 405, None),
-        ((PAGE_OF_OTHERS,), EVIL, 400, None),
-        ((PAGE_OF_OTHERS,), PAGE_OF_OTHERS, 200, PAGE_OF_OTHERS),
-    ],
+    [((), EVIL, 405, None), ((OTHERS,), EVIL, 400, None), ((OTHERS,), OTHERS, 200, OTHERS)],
 )
 async def test_pages_of_other_sites_may_call_where_the_operator_says_so(cors, origin, status, leave):
     asks = {"origin": origin, "access-control-request-method": "POST"}

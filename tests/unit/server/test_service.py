@@ -128,11 +128,8 @@ async def test_who_wants_tokens_is_counted_by_size(served, monkeypatch):
     body = {"messages": [{"role": "user", "content": "x" * 600}]}
     first = asyncio.ensure_future(http.post("/tokenize", json=body))
     await until(lambda: helper.sizes)
-    for path, other in (
-        ("/tokenize", body),
-        ("/tokenize", {"prompt": "x" * 600}),
-        ("/detokenize", {"tokens": [5] * 300}),
-    ):
+    texts = [("/tokenize", body), ("/tokenize", {"prompt": "x" * 600}), ("/detokenize", {"tokens": [5] * 300})]
+    for path, other in texts:
         refused = await http.post(path, json=other)
         assert refused.status_code == 429 and refused.headers["retry-after"]
     helper.go.set()

@@ -13,11 +13,7 @@ from sameseed.request import SamplingParams
 from sameseed.spec.draft import LateDraft
 
 PROMPTS = random_prompts(5, seed=4, longest=20)
-CHAINS = {
-    "draft_model": {},
-    "self_quant": {"method": "self_quant"},
-    "eagle": {"method": "eagle", "options": {"top_k": 1}},
-}
+CHAINS = {"draft_model": {}, "self_quant": {}, "eagle": {"options": {"top_k": 1}}}
 PLAIN = SamplingParams(max_tokens=24, temperature=0.8, seed=6)
 EACH = [replace(PLAIN, max_tokens=n, temperature=t) for n, t in ((24, 0.8), (5, 0.0), (24, 1.0), (1, 0.8), (24, 0.0))]
 
