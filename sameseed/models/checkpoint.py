@@ -9,8 +9,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 # Tensors of older checkpoints that can be computed from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SOME = 4096  # rows of an embedding that are compared at a time
 # The experts of Gemma 4 are not in `mlp`, and in some files in `moe`.
 EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe|\.feed_forward)?\.experts\.")
 LFM2_EXPERT = re.compile(r"\.feed_forward\.experts\.(\d+)\.w([123])\.")
@@ -68,15 +71,13 @@ class Checkpoint(TensorSource):
                     if file in beside and (name in self._files or not name.startswith("mtp.")):
                         continue
                     if name in self._files:
-                        raise ModelLoadError(
-                            f"tensor {name[:80]} is in {self._files[name].path} and in {file}; take one file away"
-                        )
+                        both = f"{self._files[name].path} and in {file}"
+                        raise ModelLoadError(f"tensor {name[:80]} is in {both}; take one file away")
                     self._files[name] = opened
             astray = next((n for n in places if n not in self._files and not n.endswith(IGNORED_SUFFIXES)), None)
             if astray is not None:
-                raise ModelLoadError(
-                    f"tensor {astray[:80]} is not in {self.folder / places[astray]}; download it and the index again"
-                )
+                place = self.folder / places[astray]
+                raise ModelLoadError(f"tensor {astray[:80]} is not in {place}; download it and the index again")
             self.rename(_short_name)
         except BaseException:
             self._stack.close()
@@ -253,16 +254,15 @@ class Checkpoint(TensorSource):
             text = f"{self.folder}: tensor {packed[:80]} is quantized"
             raise ModelLoadError(f"{text}, and config.json has no quantization_config: download the folder again")
         if missing:
-            raise ModelLoadError(
-                f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); does config.json fit?"
-            )
+            count = f"{len(missing)} in all"
+            raise ModelLoadError(f"{self.folder}: tensor {missing[0]} is missing ({count}); does config.json fit?")
         known = {*expected, *taken, *(v.tensor for v in self._views.values())}
         # A spare matrix may be quantized, so all tensors of its module are spare.
         unread = tuple(n.removesuffix("weight") for n in (*spare, *model.spare(config)))
         extra = [n for n in self._files.keys() - known if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unread)]
         extra = [n for n in extra if not cache_scale(n, str(self.folder))]
-        if config.tied_embeddings:  # ignore a stored copy of the tied LM head, dense or quantized
-            if heads := {n for n in extra if n.startswith("lm_head.") and n != "lm_head.weight"}:
+        if config.tied_embeddings:  # ignore a stored copy of the tied LM head (`head_apart`), or a quantized one
+            if heads := {n for n in extra if n.startswith("lm_head.") and n != HEAD}:
                 say_once(f"{self.folder}: {sorted(heads)[0]} is left out: config.json ties the head to the embedding")
             extra = [n for n in extra if not n.startswith("lm_head.")]
         if self._layout is not None:
@@ -288,6 +288,25 @@ class Checkpoint(TensorSource):
                     self._stored[name] = found
         notice_rounded(self.folder, {n: s.why for n, s in self._stored.items() if s.why}, expected)
         return {t for s in self._stored.values() for t in s.tensors}
+
+
+@lru_cache(4)  # a start asks several times
+def head_apart(folder: Path, times: tuple[int, ...]) -> bool:
+    """Whether a folder has an LM head in floats that is no copy of its embedding, as transformers looks.
+
+    `times`: when its files were changed. False where they cannot be read, which loading them says.
+    """
+    with suppress(ModelLoadError), Checkpoint(folder) as files:
+        if HEAD not in files or files.kind(HEAD)[0] not in DTYPES:
+            return False
+        if EMBEDDING not in files or files.kind(EMBEDDING)[0] not in DTYPES:
+            return True  # the embedding is quantized
+        shape, dtype = files.kind(HEAD)[1], files.dtype(EMBEDDING)
+        if files.kind(EMBEDDING)[1] != shape or len(shape) != 2:
+            return True
+        parts = ((i, min(i + SOME, shape[0])) for i in range(0, shape[0], SOME))
+        return not all(files.rows(HEAD, *p).to(dtype).equal(files.rows(EMBEDDING, *p)) for p in parts)
+    return False
 
 
 def _short_name(name: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from sameseed import hub, registry
 from sameseed.errors import ModelLoadError, nearest, say_once
 from sameseed.formats import _losses
-from sameseed.models.checkpoint import Checkpoint
+from sameseed.models.checkpoint import Checkpoint, head_apart
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, MTP_BESIDE, ModelConfig, family, parse_config, read_json
 from sameseed.models.decoder import Decoder
 from sameseed.models.gguf import config as gguf
@@ -164,7 +165,7 @@ def named_tokens(folder: Path) -> tuple[dict[int, list[str]], dict[int, list[str
 def read_config(folder: Path) -> ModelConfig:
     """`config.json` with the end and suppressed tokens that the folder's files name, or a GGUF file's keys.
 
-    Raises ModelLoadError.
+    A stored LM head that is no copy of the embedding is read, although config.json may tie both. Raises ModelLoadError.
     """
     if folder.is_file():
         with closing(GGUFFile(folder)) as file:
@@ -173,4 +174,9 @@ def read_config(folder: Path) -> ModelConfig:
     raw["eos_token_id"] = list(end_tokens(folder, raw))
     if suppressed := read_object(folder / GENERATION).get("suppress_tokens"):
         raw["suppress_tokens"] = suppressed
-    return parse_config(raw, where=str(folder / "config.json"))
+    config = parse_config(raw, where=str(folder / "config.json"))
+    times = tuple(f.stat().st_mtime_ns for f in sorted(folder.glob("*.safetensors")) if f.is_file())
+    if not config.tied_embeddings or not head_apart(folder, times):
+        return config
+    say_once(f'{folder}: its lm_head.weight is no copy of the embedding, and is read; "tie_word_embeddings" says true')
+    return replace(config, tied_embeddings=False)

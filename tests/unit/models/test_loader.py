@@ -81,6 +81,24 @@ def test_tensors_that_can_be_computed_are_ignored(name, folder):
     assert all_logits(load(folder), prompt(5)).equal(before)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_head_that_is_no_copy_is_read_although_config_json_ties_it(quantized, folder):
+    """As transformers does. One row differs, or the embedding is quantized."""
+    raw, tensors = json.loads((folder / "config.json").read_text()), read_tensors(folder)
+    name, head = "model.embed_tokens.weight", tensors["model.embed_tokens.weight"].clone()
+    if quantized:
+        raw["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        scales = head.abs().amax(1)
+        coded = {name: (head / scales[:, None] * 127).round().char(), name.replace("weight", "SCB"): scales}
+    else:
+        head[-1], coded = -head[-1], {}
+    write_tensors(folder, tensors | coded | {"lm_head.weight": head})
+    write_config(folder, {**raw, "tie_word_embeddings": True})
+    found = all_logits(load(folder), prompt(5))
+    write_config(folder, {**raw, "tie_word_embeddings": False})
+    assert found.equal(all_logits(load(folder), prompt(5)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("values", [[nan], [inf], [-inf], [inf, -inf]], ids=str)  # the sum of the last is NaN
 @pytest.mark.parametrize("name", [SOME, "model.norm.weight", "model.embed_tokens.weight"])
@@ -119,7 +137,7 @@ def test_code_of_a_checkpoint_is_never_run(folder):
     raw = json.loads((folder / "config.json").read_text())
     auto = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     write_config(
-        folder, {**raw, "auto_map": auto, "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "e.E"}}}
+        folder, raw | {"auto_map": auto, "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "e.E"}}}
     )
     assert all_logits(load(folder), prompt(5)).shape == (5, 97)  # the file is an ordinary Llama and runs as one
     write_config(folder, {**raw, "auto_map": auto, "architectures": ["EvilForCausalLM"]})
