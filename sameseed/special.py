@@ -38,10 +38,9 @@ class TokenizerFiles:
         self.special = {text for text, _ in self.names.values()} | set(filter(None, map(_content, extra)))
         self.added: list[tuple[int, str, Mapping[str, Any]]] = []  # declared beside tokenizer.json: id, text, its flags
         if older:
-            declared = read_object(folder / ADDED).items()
-            found = [(i, text, {"special": text in self.special}) for text, i in declared]
+            found = [(i, text, {}) for text, i in read_object(folder / ADDED).items()]
         else:
-            found = [(i, _content(v), v) for i, v in _object(self.config["added_tokens_decoder"]).items()]
+            found = [(i, _content(v), _object(v)) for i, v in _object(self.config["added_tokens_decoder"]).items()]
         for token, text, flags in found:
             try:
                 self.added.append((int(token), text, flags))

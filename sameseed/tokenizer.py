@@ -26,6 +26,7 @@ LONGEST_WAIT = 12  # most tokens that wait for a complete character; more of the
 GUARDS = "\ufdd0\ufdd1"  # around what is text in a rendered conversation, although it spells a special token
 GUARDED = re.compile(f"{GUARDS[0]}(.+?){GUARDS[1]}", re.DOTALL)
 TRUSTED = ("system", "developer")  # roles that may write special tokens; a model may repeat what a user typed
+FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")  # of an added token
 LONGEST_RUN = 64  # most byte tokens that wait for the end of their run: 16 characters of 4 bytes
 
 
@@ -333,22 +334,20 @@ def shared(one: Seq[Any], other: Seq[Any]) -> int:
 
 
 def _add_tokens(backend: HFTokenizer, files: TokenizerFiles) -> None:
-    """Add the tokens that are named beside tokenizer.json only, as transformers does, where their ids are known."""
+    """Add the tokens that are named beside tokenizer.json, whose flags win there, where their ids are known."""
     known = {t.content: t for t in backend.get_added_tokens_decoder().values()}
     for token, text, flags in files.added:
-        if text in known:
+        if text in known and all(getattr(known[text], name) == flags[name] for name in FLAGS if name in flags):
             continue
         if backend.token_to_id(text) is None and token != backend.get_vocab_size(with_added_tokens=True):
             say_once(f"{files.folder}: left out the added token {text!r}, for which the id {token} is not free")
             continue
-        how = {name: bool(flags[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in flags}
-        special = bool(flags.get("special", False)) or text in files.special
+        how = {name: bool(flags[name]) for name in FLAGS if name in flags}
+        special = how.pop("special", False) or text in files.special
         backend.add_tokens([AddedToken(text, special=special, **{"normalized": not special, **how})])
-    roles = {text for text, _ in files.names.values()}
-    named = [
-        text for text in sorted(files.special)
-        if backend.token_to_id(text) is not None and (text not in known or (text in roles and not known[text].special))
-    ]  # fmt: skip
+    roles, added = {text for text, _ in files.names.values()}, backend.get_added_tokens_decoder().values()
+    settled = {token.content for token in added if token.special or token.content not in roles}
+    named = sorted(text for text in files.special - settled if backend.token_to_id(text) is not None)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in named])
 
 

@@ -33,6 +33,11 @@ def token(content, **flags):
     return {"content": content, **flags}
 
 
+CALL = VOCAB.index("<|call|>")
+OTHER_FLAGS = {  # than in tokenizer.json
+    "0": token("<s>", special=False, lstrip=True), "1": token("</s>", rstrip=True, special=False),
+    str(CALL): token("<|call|>", rstrip=True, normalized=True),
+}  # fmt: skip
 FOLDERS = {
     "a tokenizer alone": {},
     "config": {"tokenizer_config": {"bos_token": "<s>", "eos_token": "<|im_end|>", "model_max_length": 9}},
@@ -49,6 +54,8 @@ FOLDERS = {
     "extra": {"tokenizer_config": {"extra_special_tokens": ["<|im_end|>"], "image_token": "<|im_end|>"}},
     "additional": {"tokenizer_config": {"additional_special_tokens": ["<|im_end|>", "<|call|>"]}},
     "extra by role": {"tokenizer_config": {"extra_special_tokens": {"boi_token": "<|im_end|>"}}},
+    "other flags": {"tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": OTHER_FLAGS}},
+    "no flags": {"added_tokens": {"<s>": 0, "<|call|>": CALL}},
     "special after all": {"tokenizer_config": {"eos_token": "<|call|>"}},
 }
 
@@ -60,7 +67,7 @@ def test_special_tokens_are_those_of_transformers(name, tmp_path):
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     ours = Tokenizer.from_folder(folder)
     assert ours.special == theirs.special_tokens_map
-    text = "a <s>b</s> <|im_end|>c<|call|> <|new|>d<|more|> new<|older|>"
+    text = "a <s> b </s> <|im_end|>c<|call|> <|new|>d<|more|> new<|older|>"
     ids = ours.encode(text, add_special_tokens=False)
     assert ids == theirs.encode(text, add_special_tokens=False)
     for skip in (True, False):
