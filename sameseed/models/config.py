@@ -104,7 +104,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Ministral3": {**_MINISTRAL, "head_dim": 128, "rms_norm_eps": 1e-5},
     "SmolLM3": {"tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None},
     "Phi3": {"rms_norm_eps": 1e-5, "sliding_window": None},
-    "GptOss": {"attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128},
+    "GptOss": {
+        "attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128, "rope_theta": 150000.0, "head_dim": 64,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
     "Lfm2": {"tie_word_embeddings": True, "rope_theta": 1e6},
 }  # fmt: skip
 
@@ -480,10 +483,14 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise ModelLoadError(f"{where}: rope settings must be one object for all layers, got {rope!r:.80}")
         scaling |= {k: v for k, v in {"rope_type": rope.get("type"), **rope}.items() if v is not None}
+    if (length := raw.get("original_max_position_embeddings")) is not None:  # comes first, as in transformers
+        scaling["original_max_position_embeddings"] = length
     theta = positive_number(scaling if "rope_theta" in scaling else raw, "rope_theta", 10000.0, where)
     kind = scaling.get("rope_type", "default")
     if kind == "factors":  # from a GGUF file, whose reader has checked the factors
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
+    if kind == "yarn" and raw["architectures"][0] == "Phi3ForCausalLM" and LONGROPE[0] in scaling:
+        kind = "longrope"  # an older name, as in transformers
     one_of(kind, ("default", "linear", "llama3", "yarn", "longrope", "su"), f"{where}: rope scaling")
     share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", rotates))
     if rotates is None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sameseed.models.config import ModelConfig, base_config, one_of
+from sameseed.models.config import MAX_LAYERS, ModelConfig, base_config, one_of, whole_number
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, with_experts
 from sameseed.models.weights import Shapes
+
+# What a config.json may leave out.
+KINDS = ("sliding_attention", "full_attention")  # of layers, which take turns
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 class GptOss(Qwen3Moe):
@@ -32,15 +36,16 @@ class GptOss(Qwen3Moe):
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         one_of(raw.get("swiglu_alpha", 1.702), [1.702], f"{where}: swiglu_alpha")
         limit = float(raw.get("swiglu_limit", 7.0))
+        if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+            raw = {**raw, "rope_parameters": YARN}
+        if raw.get("layer_types") is None:
+            layers = whole_number(raw, where, "num_hidden_layers", most=MAX_LAYERS)
+            raw = {**raw, "layer_types": [KINDS[i % 2] for i in range(layers)]}
         return with_experts(MoeConfig, base_config(raw, where), raw, where, "intermediate_size", limit=limit)
 
     @classmethod
     def gguf_config(cls, file: GGUFFile, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(raw["num_hidden_layers"])]
-        return super().gguf_config(file, raw) | {
-            "layer_types": kinds,
-            "rope_parameters": {**raw["rope_parameters"], "truncate": False},
-        }
+        return super().gguf_config(file, raw) | {"rope_parameters": {**raw["rope_parameters"], "truncate": False}}
 
     @classmethod
     def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method`.
+"""Layouts: how the quantized matrices of a safetensors checkpoint are stored, by `quant_method` or `method`.
 
 A layout is built from a `quantization_config`, and raises ModelLoadError for settings that cannot be read. Weights are
 read only after `Layout.find` has checked names, shapes and types of all tensors of a matrix.
@@ -22,8 +22,9 @@ from sameseed.models.layouts.sameseed import Own
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> Layout:
-    marlin = config.get("checkpoint_format") == "marlin" or bool(config.get("is_marlin_format"))
-    return (MarlinLayout if marlin else GptqLayout)(config, where)
+    version = config.get("checkpoint_format") or config.get("format")  # GPTQModel's newer key, and transformers'
+    marlin = version == "marlin" or bool(config.get("is_marlin_format"))
+    return (MarlinLayout if marlin else GptqLayout)({**config, "checkpoint_format": version}, where)
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any], str], Layout]] = {
@@ -70,7 +71,7 @@ def make_layout(raw: Mapping[str, Any], where: str) -> Layout | None:
         return None
     if not isinstance(config, dict):
         raise ModelLoadError(f"{where}: quantization_config must be an object, got {str(config)[:80]}")
-    method = config.get("quant_method")
+    method = config.get("quant_method") or config.get("method")
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         method = "bitsandbytes"  # older files do not name the method
     if method is None and "group_size" in config and "quantization" in raw:

@@ -49,6 +49,7 @@ def test_end_tokens_of_generation_config_are_added(generation, expected, tmp_pat
     assert read_config(tmp_path).suppress_tokens == (5,)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -63,6 +64,7 @@ TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
         ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "layer_types": TURNS}, (8, None, 8)),
+        ("Qwen3MoeForCausalLM", {**EXPERTS, "sliding_window": 8, "use_sliding_window": True}, (8, 8, 8)),
     ],
 )
 def test_windows(architecture, settings, windows):
@@ -166,6 +168,10 @@ def test_rope_settings_that_are_null_are_added_by_a_user_or_older():
     found = parse_config(changed(rope_parameters=rope | nulls)).rope
     assert (found.factor, found.beta_fast, found.theta) == (4.0, 32.0, 10000.0)
     assert found == parse_config(changed(rope_parameters=rope | {"mscale": 2.0})).rope  # one alone counts for nothing
+    above = changed(rope_parameters=rope, original_max_position_embeddings=32)  # beside them; it comes first
+    assert parse_config(above).rope.original_max_len == 32
+    older = {**PHI4, "rope_parameters": PHI4["rope_parameters"] | {"rope_type": "yarn"}}
+    assert parse_config(older) == parse_config(PHI4), "it names factors"
     plain, added = {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 4.0}
     rope = parse_config(changed(rope_parameters=plain, rope_scaling=added)).rope
     assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
@@ -198,6 +204,14 @@ def test_what_a_text_config_leaves_out_is_what_transformers_takes(kind):
     bare = {"architectures": names, "text_config": {n: whole[n] for n in ("model_type", "layer_types")}}
     assert parse_config(bare) == parse_config({**whole, "architectures": names})
     assert ("model.embed_tokens_per_layer.weight" in expected_shapes(parse_config(bare))) == (kind == "Gemma4")
+
+
+def test_gpt_oss_alternates_and_stretches_as_transformers_takes_it():
+    whole = pytest.importorskip("transformers").GptOssConfig().to_dict()
+    left_out = ("layer_types", "rope_parameters", "head_dim", "num_key_value_heads", "max_position_embeddings")
+    bare = {k: v for k, v in whole.items() if k not in left_out}
+    read = [parse_config({**raw, "architectures": ["GptOssForCausalLM"]}) for raw in (whole, bare)]
+    assert read[0] == read[1] and read[1].windows[:3] == (128, None, 128) and read[1].rope.factor == 32
 
 
 def test_smollm3_ties_its_embeddings_unless_config_json_denies_it():

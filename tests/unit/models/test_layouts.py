@@ -39,6 +39,7 @@ from sameseed.models.layouts.patterns import covers, expression, fits
 from sameseed.scheme import get
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+GPTQ_V2 = {"bits": 4, "group_size": 128, "sym": False, "format": "gptq_v2"}  # as GPTQModel and transformers write it
 QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
@@ -57,6 +58,7 @@ LAYOUTS = {
     "gptq-v2": (
         gptq(symmetric=False, version=2), GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, "w4a16-g128-asym",
     ),
+    "gptq-format": (gptq(symmetric=False, version=2), GPTQ_V2 | {"method": "gptq"}, "w4a16-g128-asym"),
     "gptq-channel": (gptq(group=-1), GPTQ | {"group_size": -1}, "w4a16-channel"),
     "gptq-8": (gptq(8), GPTQ | {"bits": 8}, "w8a16-g128"),
     "gptq-8-asym": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, "rounded"),
