@@ -38,7 +38,7 @@ class TokenizerFiles:
         self.special = {text for text, _ in self.names.values()} | set(filter(None, map(_content, extra)))
         self.added: list[tuple[int, str, Mapping[str, Any]]] = []  # declared beside tokenizer.json: id, text, its flags
         if older:
-            found = [(i, text, {}) for text, i in read_object(folder / ADDED).items()]
+            found = [(i, text, dict[str, Any]()) for text, i in read_object(folder / ADDED).items()]
         else:
             found = [(i, _content(v), _object(v)) for i, v in _object(self.config["added_tokens_decoder"]).items()]
         for token, text, flags in found:

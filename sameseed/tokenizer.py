@@ -62,9 +62,10 @@ class Tokenizer(habits.Hinted):
         """Read tokenizer.json and the files beside it that transformers reads. Raises ModelLoadError."""
         path = folder / "tokenizer.json"
         if not path.exists():
-            if (folder / "tokenizer.model").exists():
+            older = ("tokenizer.model", "vocab.json", "tekken.json")
+            if (name := next((n for n in older if (folder / n).exists()), None)) is not None:
                 raise ModelLoadError(
-                    f"{folder} has a sentencepiece file only; convert it once: "
+                    f"{folder} has {name} in place of tokenizer.json; convert it once: "
                     "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` with transformers writes it"
                 )
             raise ModelLoadError(f"{path} is missing; the model's tokenizer.json belongs beside its weights")

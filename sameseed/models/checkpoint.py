@@ -101,7 +101,7 @@ class Checkpoint(TensorSource):
             return names, weight_map
         if (self.folder / "model.safetensors").exists():  # other files hold the same weights in other forms
             return ["model.safetensors"], {}
-        names = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        names = sorted(p.name for p in self.folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
         if not names:
             other = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             hint = f"; {other[0]} is a pickle, which is never opened: convert it with safetensors" if other else ""
@@ -254,8 +254,9 @@ class Checkpoint(TensorSource):
             text = f"{self.folder}: tensor {packed[:80]} is quantized"
             raise ModelLoadError(f"{text}, and config.json has no quantization_config: download the folder again")
         if missing:
-            count = f"{len(missing)} in all"
-            raise ModelLoadError(f"{self.folder}: tensor {missing[0]} is missing ({count}); does config.json fit?")
+            like = next((n for n in self._files if n.endswith(missing[0].removeprefix("model."))), "")
+            why = f"{like[:80]} is there: rename the tensors" if like else "does config.json fit?"
+            raise ModelLoadError(f"{self.folder}: tensor {missing[0]} is missing ({len(missing)} in all); {why}")
         known = {*expected, *taken, *(v.tensor for v in self._views.values())}
         # A spare matrix may be quantized, so all tensors of its module are spare.
         unread = tuple(n.removesuffix("weight") for n in (*spare, *model.spare(config)))
@@ -299,13 +300,12 @@ def head_apart(folder: Path, times: tuple[int, ...]) -> bool:
     with suppress(ModelLoadError), Checkpoint(folder) as files:
         if HEAD not in files or files.kind(HEAD)[0] not in DTYPES:
             return False
-        if EMBEDDING not in files or files.kind(EMBEDDING)[0] not in DTYPES:
-            return True  # the embedding is quantized
-        shape, dtype = files.kind(HEAD)[1], files.dtype(EMBEDDING)
-        if files.kind(EMBEDDING)[1] != shape or len(shape) != 2:
+        shape = files.kind(HEAD)[1]
+        quantized = EMBEDDING not in files or files.kind(EMBEDDING)[0] not in DTYPES
+        if quantized or files.kind(EMBEDDING)[1] != shape or len(shape) != 2:
             return True
         parts = ((i, min(i + SOME, shape[0])) for i in range(0, shape[0], SOME))
-        return not all(files.rows(HEAD, *p).to(dtype).equal(files.rows(EMBEDDING, *p)) for p in parts)
+        return not all(files.rows(HEAD, *p).to(files.dtype(EMBEDDING)).equal(files.rows(EMBEDDING, *p)) for p in parts)
     return False
 
 

@@ -245,6 +245,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        if (path.parent / "adapter_config.json").exists():
+            raise ModelLoadError(f"{path.parent} is an adapter; merge it into its base model, and give that") from None
         raise ModelLoadError(f"{path} is missing; a model's folder has config.json and *.safetensors") from None
     except (ValueError, RecursionError, OSError) as error:  # also of numbers of too many digits
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
@@ -491,7 +493,8 @@ def _rope(raw: Mapping[str, Any], max_len: int, where: str, head_dim: int, rotat
         return RopeConfig(theta, "factors", factors=tuple(scaling.get("factors", ())))
     if kind == "yarn" and raw["architectures"][0] == "Phi3ForCausalLM" and LONGROPE[0] in scaling:
         kind = "longrope"  # an older name, as in transformers
-    one_of(kind, ("default", "linear", "llama3", "yarn", "longrope", "su"), f"{where}: rope scaling")
+    idle = "up to max_position_embeddings it changes nothing: take it out" if kind == "dynamic" else ""
+    one_of(kind, ("default", "linear", "llama3", "yarn", "longrope", "su"), f"{where}: rope scaling", idle)
     share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", rotates))
     if rotates is None:
         one_of(share, (None, 1), f"{where}: partial_rotary_factor")

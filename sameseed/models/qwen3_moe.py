@@ -150,8 +150,7 @@ class Qwen3Moe(Mixture, Llama):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        slides = {"max_window_layers": 0, "layer_types": None}  # a window is of all layers
-        base = base_config({**raw, **slides}, where, qk_norm=True)
+        base = base_config({**raw, "max_window_layers": 0, "layer_types": None}, where, qk_norm=True)  # all slide
         only, step = raw.get("mlp_only_layers") or (), whole_number(raw, where, "decoder_sparse_step", 1)
         dense = {i for i in range(base.num_layers) if i in only or (i + 1) % step}
         normalize = bool(raw.get("norm_topk_prob", False))

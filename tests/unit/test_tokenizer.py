@@ -105,9 +105,10 @@ def test_stored_truncation_and_padding_are_off(tmp_path):
     assert Tokenizer.from_folder(tmp_path).encode(TEXT[0]) == byte_level().encode(TEXT[0])
 
 
-def test_sentencepiece_only(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e")
-    with pytest.raises(ModelLoadError, match="sentencepiece") as caught:
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
+def test_older_files_only(name, tmp_path):
+    (tmp_path / name).write_bytes(b"\x0a\x0e")
+    with pytest.raises(ModelLoadError, match=name) as caught:
         Tokenizer.from_folder(tmp_path)
     assert "save_pretrained" in str(caught.value) and str(tmp_path) in str(caught.value)
 

@@ -28,15 +28,23 @@ NO_ENDS = (("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|
 # Roles of tokens that end an answer; as in llama.cpp also of those that pad, or separate files of code.
 END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
+NO_MODEL = {  # by general.type or architecture
+    "adapter": "is an adapter; merge it into its base model (llama-export-lora), and give that",
+    "clip": "sees or hears for a language model; give the file of that",
+}
 CONTROL = 3  # the type of control tokens
 
 
 def _architecture(file: GGUFFile) -> str:
-    """llama.cpp's name of the architecture. Raises ModelLoadError for an unsupported one, and for a split file."""
+    """llama.cpp's name of the architecture. Raises ModelLoadError for a file that is no whole model of a known one."""
     meta, where = file.metadata, file.path
     arch = meta.get("general.architecture")
+    if (what := NO_MODEL.get(str(meta.get("general.type"))) or NO_MODEL.get(str(arch))) is not None:
+        raise ModelLoadError(f"{where} {what}")
     if isinstance(meta.get("split.count"), int) and meta["split.count"] > 1:  # only the first part names it
         raise ModelLoadError(f"{where} is one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
+    if meta.get(f"{arch}.attention.causal") is False:
+        raise ModelLoadError(f"{where} embeds texts: its attention is not causal; take a model that writes them")
     return one_of(arch, GGUF_ARCHITECTURES, f"{where}: architecture")
 
 
@@ -127,6 +135,11 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
     kinds = ("none", "linear", "yarn", *(["longrope"] if LONG_FACTORS in file.tensors else []))
     one_of(kind, kinds, f"{file.path}: rope scaling")
+    # Factors of cosines and sines, of which a family with LONG_FACTORS reads the first.
+    usual = {"attn_factor": (1,), "yarn_ext_factor": (-1, float(kind == "yarn"))}
+    for key in list(usual)[LONG_FACTORS in file.tensors :]:
+        found, name = file.number(f"rope.scaling.{key}", usual[key][0]), f"{arch}.rope.scaling.{key}"
+        one_of(found, usual[key], f"{file.path}: {name}", "take the model's Hugging Face folder")
     if kind in ("none", "longrope") or factor in (0.0, 1.0):
         return {"rope_type": "default"}
     if kind == "yarn":

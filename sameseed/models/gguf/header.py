@@ -105,9 +105,10 @@ class GGUFFile(TensorFile):
         if walk.take(4) != MAGIC:
             raise self.unsound("it does not begin with GGUF")
         version = walk.number("<I")
+        if version and version & 0xFFFF == 0:
+            raise ModelLoadError(f"{self.path} is big-endian; convert it with gguf-convert-endian")
         if version not in (2, 3):
-            kind = "big-endian, or " if version & 0xFFFF == 0 else ""
-            raise self.unsound(f"{kind}of version {version}; versions 2 and 3 can be read")
+            raise self.unsound(f"of version {version}; versions 2 and 3 can be read")
         num_tensors, num_keys = walk.number("<Q"), walk.number("<Q")
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
             raise self.unsound(f"{num_tensors} tensors and {num_keys} keys")

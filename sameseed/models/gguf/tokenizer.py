@@ -67,9 +67,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     file.close()  # only the header is needed
     meta = file.metadata
     tokens = meta.get("tokenizer.ggml.tokens")
-    model = one_of(meta.get("tokenizer.ggml.model"), ("gpt2", "llama", "gemma4"), f"{file.path}: tokenizer")
     if not isinstance(tokens, list) or not tokens:
-        raise ModelLoadError(f"{file.path} holds no tokens; convert the model with its tokenizer")
+        raise ModelLoadError(f"{file.path} holds no tokenizer; convert the model with its tokenizer")
+    model = one_of(meta.get("tokenizer.ggml.model"), ("gpt2", "llama", "gemma4"), f"{file.path}: tokenizer")
     kinds = _array(file, "token_type", len(tokens), NORMAL).copy()
     kinds[[i for i, t in enumerate(tokens) if t in ENDS and t not in HTML and kinds[i] == NORMAL]] = CONTROL
     # Names must be unique: of tokens with equal spelling (mostly padding) only the first can occur in a text.

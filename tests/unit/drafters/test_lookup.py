@@ -80,9 +80,7 @@ def test_finds_what_a_search_of_all_texts_finds(texts, ngram, more):
                 length += 1
             if length >= ngram:
                 wanted.append((key, end, length))
-    found = [
-        (key, p.end, p.length) for p in history.find(suffix, longest) for key, t in enumerate(known) if t is p.text
-    ]
+    found = [(i, p.end, p.length) for p in history.find(suffix, longest) for i, t in enumerate(known) if t is p.text]
     assert sorted(found) == sorted(wanted)
 
 

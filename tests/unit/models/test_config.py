@@ -90,6 +90,7 @@ REFUSED = [
     ({**QWEN, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
     ({"num_hidden_layers": 2**31}, "num_hidden_layers"),  # at once
     ({"num_key_value_heads": 3}, "3 KV heads"),
+    ({"rope_scaling": {"type": "dynamic"}}, "take it out"),
     ({"head_dim": 7}, "even"),
     ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim"),  # more heads than hidden units
     *(({"rope_scaling": rope}, "object") for rope in ("linear", 3, ["llama3"], {"full_attention": {}})),
@@ -168,8 +169,7 @@ def test_rope_settings_that_are_null_are_added_by_a_user_or_older():
     found = parse_config(changed(rope_parameters=rope | nulls)).rope
     assert (found.factor, found.beta_fast, found.theta) == (4.0, 32.0, 10000.0)
     assert found == parse_config(changed(rope_parameters=rope | {"mscale": 2.0})).rope  # one alone counts for nothing
-    above = changed(rope_parameters=rope, original_max_position_embeddings=32)  # beside them; it comes first
-    assert parse_config(above).rope.original_max_len == 32
+    assert parse_config(changed(rope_parameters=rope, original_max_position_embeddings=32)).rope.original_max_len == 32
     older = {**PHI4, "rope_parameters": PHI4["rope_parameters"] | {"rope_type": "yarn"}}
     assert parse_config(older) == parse_config(PHI4), "it names factors"
     plain, added = {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 4.0}

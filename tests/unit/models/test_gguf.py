@@ -48,6 +48,7 @@ def refused(path, *words):
 BY_NAME = {name: arch for arch, (name, _) in GGUF_ARCHITECTURES.items()}
 NAMES = ("llama2", "llama3", "llama3.2", "llama-biases", "mistral-full", "qwen2", "qwen2.5-tied", "qwen3")
 NAMES += ("smollm3", "granite", "ministral3", "phi4-mini", "phi3", "lfm2", "gemma3", "gemma4", "gemma4-e")
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 ARCH_KEYS = {
     "ministral3": {
         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
@@ -371,9 +372,18 @@ def test_a_file_a_folder_with_one_and_one_with_two(tmp_path):
     assert resolve_model(str(tmp_path)) == path
 
 
-def test_another_architecture(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), arch="falcon")
-    refused(path, "falcon", "llama, qwen2, qwen3")
+def test_other_files(tmp_path):
+    path, falcon = tmp_path / "model.gguf", key("general.architecture", 8, text("falcon"))
+    for keys, *words in (
+        ([falcon], "falcon", "llama, qwen2, qwen3"),
+        ([key("general.architecture", 8, text("clip"))], "the file of that"),
+        ([key("general.type", 8, text("adapter"))], "merge it into its base"),
+        ([falcon, key("falcon.attention.causal", 7, b"\0")], "not causal"),
+    ):
+        path.write_bytes(gguf_bytes(keys, [], b""))
+        refused(path, *words)
+    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    refused(path, "big-endian", "convert it")
 
 
 @pytest.mark.parametrize(
@@ -382,6 +392,8 @@ def test_another_architecture(tmp_path):
         ("llama2", {"expert_count": 8}, {}, ["experts"]),
         ("llama2", {"rope.scaling.type": "longrope"}, {}, ["longrope", "linear"]),
         ("llama2", {"attention.value_length": 32}, {}, ["dimensions"]),
+        ("llama2", {"rope.scaling.attn_factor": 1.5}, {}, ["attn_factor '1.5'", "folder"]),
+        ("llama2", {**YARN, "rope.scaling.yarn_ext_factor": 0.0}, {}, ["yarn_ext_factor '0.0'", "-1, 1.0"]),
         ("llama2", {}, {"model.layers.0.mlp.up_proj.weight": None}, ["ffn_up", "missing"]),
         ("llama2", {}, {"model.layers.3.mlp.up_proj.weight": torch.ones(8, 48)}, ["unexpected", "blk.3.ffn_up.weight"]),
         ("llama2", {}, {"model.layers.0.mlp.up_proj.weight": torch.ones(48, 36)}, ["ffn_up", "[48, 36]"]),
@@ -437,7 +449,6 @@ SOUND = [info("a", [4], 0, 0), info("b", [32, 2], 2, 32)]
         (b"", "header wants"),
         (b"GGML" + bytes(40), "does not begin with GGUF"),
         (gguf_bytes(KEYS, SOUND, bytes(68), version=1), "version 1"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (gguf_bytes(KEYS, SOUND, bytes(68), counts=(2**40, 2)), "tensors and"),
         (gguf_bytes([*KEYS, KEYS[0]], SOUND, bytes(68)), "twice"),
         (gguf_bytes(KEYS, [SOUND[0], SOUND[0]], bytes(68)), "twice"),
@@ -495,7 +506,7 @@ def test_a_part_of_several_files_says_how_to_join_them(tmp_path):
 
 def test_a_file_without_tokens_says_so(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)))
-    with pytest.raises(ModelLoadError, match="no_vocab"):
+    with pytest.raises(ModelLoadError, match="holds no tokenizer"):
         load_tokenizer(path)
 
 

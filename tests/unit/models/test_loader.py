@@ -58,6 +58,7 @@ TYPES = torch.float64, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn
     [
         ({SOME: None}, {}, [SOME, "missing", "1 in all", "config.json"]),
         ({}, {"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
+        ({SOME: None, f"base_model.{SOME}": torch.zeros(1)}, {}, [SOME, "missing", f"base_model.{SOME} is there"]),
         ({f"{SOME}.bias": torch.zeros(72)}, {}, ["unexpected", f"{SOME}.bias", "LlamaForCausalLM"]),
         ({}, {"num_hidden_layers": 2}, ["unexpected", "model.layers.2."]),
         *(({SOME: torch.zeros(s)}, {}, [SOME, str([*s]), "[72, 48]"]) for s in SHAPES),
@@ -85,17 +86,17 @@ def test_tensors_that_can_be_computed_are_ignored(name, folder):
 def test_a_head_that_is_no_copy_is_read_although_config_json_ties_it(quantized, folder):
     """As transformers does. One row differs, or the embedding is quantized."""
     raw, tensors = json.loads((folder / "config.json").read_text()), read_tensors(folder)
-    name, head = "model.embed_tokens.weight", tensors["model.embed_tokens.weight"].clone()
+    head = tensors[name := "model.embed_tokens.weight"].clone()
     if quantized:
         raw["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-        scales = head.abs().amax(1)
-        coded = {name: (head / scales[:, None] * 127).round().char(), name.replace("weight", "SCB"): scales}
+        scales = tensors[name.replace("weight", "SCB")] = head.abs().amax(1)
+        tensors[name] = (head / scales[:, None] * 127).round().char()
     else:
-        head[-1], coded = -head[-1], {}
-    write_tensors(folder, tensors | coded | {"lm_head.weight": head})
+        head[-1] *= -1
+    write_tensors(folder, tensors | {"lm_head.weight": head})
     write_config(folder, {**raw, "tie_word_embeddings": True})
     found = all_logits(load(folder), prompt(5))
-    write_config(folder, {**raw, "tie_word_embeddings": False})
+    write_config(folder, raw | {"tie_word_embeddings": False})
     assert found.equal(all_logits(load(folder), prompt(5)))
 
 
@@ -126,6 +127,10 @@ def test_pickles_are_never_opened(other, folder):
     refused(folder, str(folder), "no *.safetensors")
     (folder / other).write_bytes(f"cposix\nsystem\n(S'touch {trace}'\ntR.".encode())
     refused(folder, str(folder), other, "pickle", "safetensors")
+    (folder / "adapter_model.safetensors").touch()
+    refused(folder, "no *.safetensors")
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    refused(folder, "is an adapter; merge it")
     assert not trace.exists()
 
 

@@ -58,11 +58,8 @@ def ours(per_pos, stages, drafts=1000, passes=1000, **why):
     text = drafted("sameseed", per_pos, drafts, iteration_tokens_total_count=passes)
     names = dict(zip(("draft", "target", "schedule"), stages, strict=True))
     undrafted = {w.replace("_", " "): n for w, n in {"prompt": 0, **why}.items()}
-    tables = {
-        "engine_time_seconds_total": ("stage", names),
-        "spec_decode_undrafted_rounds_total": ("reason", undrafted),
-    }
-    return text + page("sameseed", {}, tables)
+    rounds = {"spec_decode_undrafted_rounds_total": ("reason", undrafted)}
+    return text + page("sameseed", {}, {"engine_time_seconds_total": ("stage", names), **rounds})
 
 
 def vllm_rounds(per_pos, seconds, rounds=1000):

@@ -78,11 +78,8 @@ def written(tuned, folder):
 
 @pytest.mark.parametrize(
     ("part", "name", "other"),
-    [
-        ("machine", "cpu", "another"), ("machine", "isa", "sse9"), ("machine", "threads", 999),
-        ("model", "digest", "0123"),
-    ],
-)  # fmt: skip
+    [("machine", "cpu", "other"), ("machine", "isa", "sse9"), ("machine", "threads", 999), ("model", "digest", "0123")],
+)
 def test_a_profile_of_something_else_is_refused(part, name, other, tmp_path, caplog):
     here = made()
     path = written(made(**{part: dataclasses.replace(getattr(here, part), **{name: other})}), tmp_path)
