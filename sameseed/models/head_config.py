@@ -71,7 +71,8 @@ class HeadConfig:
             return (num_layers - 1,)
         inputs = self.aux_layers or (2, num_layers // 2, num_layers - 3)
         if any(not 1 <= i <= num_layers for i in inputs):
-            raise ConfigError(f"the head reads what enters layers {list(inputs)} of {num_layers}; {TRAINED}")
+            what = f"what enters layers {list(inputs)} of the target's {num_layers}"
+            raise ConfigError(f"the head reads {what}; {TRAINED}")
         return tuple(i - 1 for i in inputs)
 
     @property

@@ -135,8 +135,7 @@ def _scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 1.0))
     kinds = ("none", "linear", "yarn", *(["longrope"] if LONG_FACTORS in file.tensors else []))
     one_of(kind, kinds, f"{file.path}: rope scaling")
-    # Factors of cosines and sines, of which a family with LONG_FACTORS reads the first.
-    usual = {"attn_factor": (1,), "yarn_ext_factor": (-1, float(kind == "yarn"))}
+    usual = {"attn_factor": (1,), "yarn_ext_factor": (-1, float(kind == "yarn"))}  # Phi-3 reads the first
     for key in list(usual)[LONG_FACTORS in file.tensors :]:
         found, name = file.number(f"rope.scaling.{key}", usual[key][0]), f"{arch}.rope.scaling.{key}"
         one_of(found, usual[key], f"{file.path}: {name}", "take the model's Hugging Face folder")

@@ -227,7 +227,7 @@ def test_heads_for_another_target(folder, tmp_path):
 
 def test_names_that_begin_with_model(folder, tmp_path):
     """NeMo's names: all but the LM head's and `d2t` begin with `model.`."""
-    head, _, tensors, _ = made(tmp_path, "EAGLE-3.1")
+    head, _, tensors, _ = made(tmp_path, "EAGLE3.1")
     model = load_model(folder, ops.resolve("reference"))
     plain = load_head(head, model, model.ops)
     raw = json.loads((head / "config.json").read_text())

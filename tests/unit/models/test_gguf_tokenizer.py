@@ -193,7 +193,7 @@ def broken(name, value):
     [
         ("token_merges", None, "needs merges"), ("token_merges", ["ab"], "not two pieces"),
         ("token_merges", ["a x"], "cannot be rebuilt"), ("token_types", [1, 1], "token_type does not fit"),
-        ("token_list", None, "no tokens"), ("bos_token_id", 7, "bos token 7"), ("scores", [1.0], "scores does not fit"),
+        ("token_list", None, "no token"), ("bos_token_id", 7, "bos token 7"), ("scores", [1.0], "scores does not fit"),
     ],
 )  # fmt: skip
 def test_tokenizers_that_contradict_themselves(name, value, word, tmp_path):
