@@ -76,9 +76,9 @@ class Front(habits.Hinted):
             tuned = Tuned.read(profile)
             said = {k: v for k, v in given.items() if v is not None or k not in ("model", "draft")}
             given = {"model": tuned.model.id, **tuned.chosen.settings(), **said}
-        model = fields.value_of(str | None, given.pop("model"), "model")
+        own = fields.value_of(str | None, given.pop("model"), "model")
         self.config = make_config(**given)
-        self.engine = build_engine("embedded" if model is None else model, self.config, progress, target)
+        self.engine = build_engine("embedded" if own is None else own, self.config, progress, target)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._draw = secrets.randbelow if seed is None else random.Random(seed).randrange
