@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,8 @@ class Line:
     def encode(self, tokenizer: Tokenizer, add_generation_prompt: bool = True) -> tuple[int, ...]:
         """The line's token ids; messages are rendered by the chat template. Raises ConfigError with the place."""
         try:
-            if self.kind == "messages":
-                return tuple(tokenizer.chat(self.value, add_generation_prompt))
-            return tuple(tokenizer.encode(self.value))
+            chat = self.kind == "messages"
+            return tuple(tokenizer.chat(self.value, add_generation_prompt) if chat else tokenizer.encode(self.value))
         except RequestError as error:
             raise ConfigError(f"{self.where}: {error}") from None
 
@@ -64,7 +64,8 @@ def read_lines(path: Path, *kinds: str) -> Iterator[Line]:
                 keys = row if isinstance(row, dict) else {}
                 kind = next((k for k in kinds if keys.get(k) and isinstance(keys[k], KINDS[k])), None)
                 if kind is None:
-                    found = ", ".join(sorted(keys)) or type(row).__name__
+                    wrong = [f"{k} {reprlib.repr(keys[k])}" for k in kinds if k in keys] or sorted(keys)
+                    found = ", ".join(wrong) or type(row).__name__
                     raise ConfigError(f"{path}:{number}: found {found}; write {forms}, not empty")
                 yield Line(f"{path}:{number}", number, kind, row[kind], row)
     except OSError as error:

@@ -17,6 +17,7 @@ from types import ModuleType
 from sameseed.errors import RegistryError, nearest
 
 log = logging.getLogger("sameseed")
+WORDS = {"drafters": "drafter", "formats": "number format", "ops": "backend", "studies": "study"}  # for one entry
 
 
 @cache
@@ -31,9 +32,8 @@ def load(registry: str, name: str) -> ModuleType:
     known = names(registry)
     if name not in known:
         there = f"{nearest(name, known)} (there are: {', '.join(known)})"
-        raise RegistryError(f"no entry {name!r} in {registry}{there}")
-    point = _installed(registry).get(name)
-    if point is None:
+        raise RegistryError(f"there is no {WORDS.get(registry, registry)} {name!r}{there}")
+    if (point := _installed(registry).get(name)) is None:
         return importlib.import_module(f"sameseed.{registry}.{name}")
     try:
         return importlib.import_module(point.value)
@@ -54,8 +54,8 @@ def loaded(registry: str) -> dict[str, ModuleType]:
 
 
 def _own(registry: str) -> set[str]:
-    folder = Path(__file__).parent / registry
-    return {m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")}
+    modules = pkgutil.iter_modules([str(Path(__file__).parent / registry)])
+    return {m.name for m in modules if not m.name.startswith("_")}
 
 
 @cache
@@ -65,9 +65,8 @@ def _installed(registry: str) -> dict[str, EntryPoint]:
         first = found.setdefault(point.name, point)
         if point.name in own or (first.value, _package(first)) != (point.value, _package(point)):
             other = "sameseed itself" if point.name in own else _package(first)
-            raise RegistryError(
-                f"two entries of {registry} are named {point.name!r}, of {other} and {_package(point)}; uninstall one"
-            )
+            both = f"{other} and {_package(point)}"
+            raise RegistryError(f"two entries of {registry} are named {point.name!r}, of {both}; uninstall one")
     return found
 
 

@@ -57,17 +57,19 @@ COMPANIONS = {  # commands, and the package that has each
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-
 LOADING = ("generate", "chat", "bench")  # commands that load the model in this process, and first
 NEEDED = ("tyro", "rich")  # packages that only the command line needs
+REMEDIES = {  # by the number of an OSError
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room and run again"),
+    errno.EBADF: ": standard output is closed; send it to a file or a pipe",
+}
 
 
 def main(argv: Seq[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     for number, stream in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, stream) is None:  # it was closed: another file would take its number
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.dup2(os.open(os.devnull, os.O_RDONLY if stream == "stdout" else os.O_RDWR), number)  # no result is lost
             setattr(sys, stream, open(number, "w" if number else "r"))  # noqa: SIM115 - it stays open
     argv = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(20_000, 20, 100)  # imports make a million objects that stay: fewer searches for garbage among them
@@ -85,17 +87,15 @@ def main(argv: Seq[str] | None = None) -> int:
         return code
     except SameseedError as error:
         _settle()
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except ModuleNotFoundError as error:  # a checkout that pip did not install
-        if error.name not in NEEDED:
+        why = str(error)
+    except (ImportError, MemoryError) as error:
+        if (name := getattr(error, "name", None)) in NEEDED:  # in a checkout that pip did not install
+            why = f"the command line needs {name}, which is not installed: `pip install {name}`, or use "
+            why += "`from sameseed import LLM`, which does without"
+        elif isinstance(error, MemoryError) or "failed to map" in str(error):
+            why = f"memory ran out ({error or 'Python'}); end other programs, or allow more memory (ulimit -v)"
+        else:
             raise
-        print(
-            f"error: the command line needs {error.name}, which is not installed: `pip install {error.name}`, or use "
-            "`from sameseed import LLM`, which does without",
-            file=sys.stderr,
-        )
-        return EXIT_USAGE
     except KeyboardInterrupt:
         _settle()
         if sys.stdout.isatty():
@@ -106,15 +106,15 @@ def main(argv: Seq[str] | None = None) -> int:
         _drop_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # usually a full disk
-        _drop_output()
+        _settle()
         where = f" {error.filename}" if error.filename else ""
-        remedy = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        print(f"error: {error.strerror or error}{where}{remedy}", file=sys.stderr)
-        return EXIT_USAGE
+        why = f"{error.strerror or error}{where}{REMEDIES.get(error.errno or 0, '')}"
     finally:
         if terminates:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         gc.freeze()  # the interpreter, as it ends, need not search what is left: 0.4 s with PyTorch
+    print(f"error: {why}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def overview() -> str:

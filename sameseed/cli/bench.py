@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
-from sameseed.cli.console import check_outputs, keep, load_llm, note, progress, show_table, stdout_console
+from sameseed.cli.console import check_outputs, keep, load_llm, note, progress, stdout_console
 from sameseed.cli.flags import BenchArgs
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice
 from sameseed.config import SpecConfig, draft_text
@@ -45,12 +45,10 @@ def run(parsed: Parsed[BenchArgs]) -> int:
         ahead = 0 if found else len(grid)  # the total time is estimated once
         try:
             for records in _measured(parsed, number_format, specs, prompts, run_id, ahead):
-                keep(records, args.out, args.json)
+                keep(records, args.out, args.json, report.table(records))
                 found += records
-                if not args.json:
-                    show_table(report.table(records))
-                    for text in (text for r in records for text in report.levels(r)):
-                        stdout_console().print(text, style="dim", markup=False)
+                for text in () if args.json else (text for r in records for text in report.levels(r)):
+                    stdout_console().print(text, style="dim", markup=False)
         except SameseedError as error:  # what was measured is written; the other formats are still to measure
             failed = True
             note(f"failed: target in {number_format}: {error}", style="red")
@@ -64,10 +62,6 @@ def run(parsed: Parsed[BenchArgs]) -> int:
 
 def _left_out(text: str) -> None:
     note(f"left out: {text}", style="yellow")
-
-
-def _tick(update: Callable[..., None], label: str) -> None:
-    update(advance=1, note=label)
 
 
 def _measured(
@@ -92,7 +86,7 @@ def _measured(
                 say(f"about {seconds / 60:.0f} minutes for all, as the first tokens were; Ctrl-C ends it")
             ahead, stopped = 0, None
             try:
-                runs = bench.measure(workload, args.repeat, partial(_tick, update))
+                runs = bench.measure(workload, args.repeat, lambda label: update(advance=1, note=label))
             except BenchStopped as stop:
                 runs, stopped = stop.runs, stop
         yield report.make_records(bench, engine.model, workload, runs, run_id, here)
@@ -110,8 +104,7 @@ def _possible(args: BenchArgs, engine: EngineChoice) -> dict[str, list[SpecConfi
         QuantScheme.parse(name)
     folder = resolve_model(engine.model)
     longest = engine.settings["max_model_len"] or read_config(folder).max_model_len
-    grid: dict[str, list[SpecConfig]] = {}
-    wrong: list[SameseedError] = []
+    grid, wrong = dict[str, list[SpecConfig]](), list[SameseedError]()
     for number_format, spec in product(args.formats, specs):
         try:
             config = make_config(spec, **_of_target(args, engine, number_format))

@@ -27,8 +27,6 @@ from sameseed.server.config import read_keys
 SETTINGS = ["prompts", "seed", "num_requests", "max_seconds", "warm_up", "repeat", "timeout", "max_retries", "strict"]
 SETTINGS += ["ttft_slo", "tpot_slo"]
 
-DRAFTS = '{"num_draft_tokens": 4}'  # an example of --speculation
-
 
 def run(parsed: Parsed[BenchServeArgs]) -> int:
     """Measure, write; exit code 1 if a request failed, or arms generated different outputs."""
@@ -98,7 +96,8 @@ def _arms(args: BenchServeArgs) -> list[Endpoint]:
     extra = parse_options(args.extra_body, "--extra-body", '{"top_k": 20}') if args.extra_body else {}
     asked: dict[str, Any] = {}
     if (text := args.speculation) is not None:
-        asked["speculation"] = parse_options(text, "--speculation", DRAFTS) if text.lstrip().startswith("{") else text
+        example = '{"num_draft_tokens": 4}'
+        asked["speculation"] = parse_options(text, "--speculation", example) if text.lstrip()[:1] == "{" else text
     server = Endpoint("server", base_url(args.url), args.model or "", args.chat, {**extra, **asked})
     if args.compare_speculation:
         return [replace(server, label="off", fields={**extra, "speculation": "off"}), replace(server, label="on")]

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,13 +47,17 @@ def note(text: str, style: str = "dim") -> None:
     stderr_console().print(text, style=style, markup=False, soft_wrap=True)
 
 
-def keep(records: Iterable[dict[str, Any]], out: Path | None, as_json: bool) -> None:
-    """Append records to a file, if there is one, and print them as lines of JSON, if asked."""
-    for line in records:
+def keep(records: Seq[dict[str, Any]], out: Path | None, as_json: bool, *tables: Table) -> None:
+    """Append records to a file, if there is one; even if that fails, print them as lines of JSON, or the tables."""
+    try:
         if out is not None:
-            record.append(out, line)
-        if as_json:
+            for line in records:
+                record.append(out, line)
+    finally:
+        for line in records if as_json else ():
             print(json.dumps(line), flush=True)
+        for table in () if as_json else tables:
+            show_table(table)
 
 
 def check_outputs(*files: tuple[Path | None, str], plot: Path | None = None) -> None:

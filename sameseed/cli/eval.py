@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sameseed.cli.console import check_outputs, keep, load_llm, note, show_table, stages, stdout_console
+from sameseed.cli.console import check_outputs, keep, load_llm, note, stages, stdout_console
 from sameseed.cli.flags import EvalArgs
 from sameseed.cli.options import EngineChoice, Parsed, draft_choice, unread, words
 from sameseed.errors import ConfigError
@@ -17,6 +17,7 @@ from sameseed.measure.quality.compare import Comparing
 from sameseed.measure.quality.show import Variant
 from sameseed.measure.quality.tasks import EvalSettings
 from sameseed.measure.workload import DEFAULT_PROMPTS, stored
+from sameseed.models.loader import resolve_model
 
 # Flags that are fields of EvalSettings by the same name.
 SAME = tuple(f.name for f in fields(EvalSettings) if f.name != "tasks")
@@ -38,6 +39,7 @@ def run(parsed: Parsed[EvalArgs]) -> int:
         return _compare(args, _comparing(args, engine, asked))
     unread(args, ("prompts", "num_prompts", "repeat", "plot"), "it is of comparisons; give the variants with --compare")
     model = args.name or engine.model
+    resolve_model(model)
     tasks.check(asked)
     llm = load_llm(model, draft_choice(args.draft, model), quiet=args.json, **engine.settings)
     variant = Variant(model, llm.config.format, llm.config.cache.format)
@@ -45,9 +47,8 @@ def run(parsed: Parsed[EvalArgs]) -> int:
         quality = tasks.evaluate(llm, asked, tick)
     config = stored(llm.engine.runner.model, llm.config.format, llm.engine.runner.cache.format)
     found = show.make_record(variant, asked, quality, config)
-    keep([found], args.out, args.json)
+    keep([found], args.out, args.json, show.quality(found))
     if not args.json:
-        show_table(show.quality(found))
         _say_where(args.out, show.notes(found))
     return 0
 
@@ -85,12 +86,10 @@ def _compare(args: EvalArgs, asked: Comparing) -> int:
             keep(done, None, args.json)
             raise
     found = compared.records
-    keep(found, args.out, args.json)
-    keep((r for r in done if r["config"]["label"] in compared.failed), None, args.json)
+    keep(found, args.out, args.json, *show.comparison(found, stdout_console().width))
+    keep([r for r in done if r["config"]["label"] in compared.failed], None, args.json)
     for label, why in compared.failed.items():
         note(f"failed: {label}: {why}", style="bold red")
-    for table in [] if args.json else show.comparison(found, stdout_console().width):
-        show_table(table)
     lines = {kind: [f"{r['config']['label']}: {x}" for r in found for x in r["comparison"][kind]] for kind in KINDS}
     for warning in lines["warnings"]:
         note(f"WARNING: {warning}", style="bold red")

@@ -309,9 +309,8 @@ class DoctorArgs:
     source: Annotated[str, Positional]  # a server's URL, or a file with its /metrics
     #: seconds from the first reading of a server's metrics to the last
     seconds: float = within(10.0, 0, 3600, above=True)
-    plain_tokens_per_s: Annotated[float | None, option("X")] = within(
-        None, 0, above=True
-    )  # of plain decoding, all clients together, if known
+    #: of plain decoding, all clients together, if known
+    plain_tokens_per_s: Annotated[float | None, option("X")] = within(None, 0, above=True)
     cost: File = None  # file of `sameseed profile --json`
     api_key_file: File = None  # the server's key, on its first line
     json: Switch = False  # one JSON object instead of text

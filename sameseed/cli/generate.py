@@ -25,9 +25,7 @@ def run(parsed: Parsed[GenerateArgs]) -> int:
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         tokens = llm.tokenizer.chat([*system, {"role": "user", "content": prompt}])
-    if args.json:
-        return _write_json(llm, tokens, params)
-    return _write_text(llm, tokens, params, args.show_draft)
+    return _write_json(llm, tokens, params) if args.json else _write_text(llm, tokens, params, args.show_draft)
 
 
 def read_prompt(args: GenerateArgs) -> str:

@@ -242,11 +242,8 @@ def companion(engine: str) -> ModuleType:
 
 
 def _params(flags: dict[str, Any]) -> SamplingParams:
-    if "logit_bias" in flags:
-        flags["logit_bias"] = dict(_bias(text) for text in flags["logit_bias"])
-    if "allowed_token_ids" in flags:
-        flags["allowed_token_ids"] = flags["allowed_token_ids"] or None
-    return SamplingParams(**flags)
+    flags["logit_bias"] = dict(map(_bias, flags["logit_bias"]))
+    return SamplingParams(**flags | {"allowed_token_ids": flags["allowed_token_ids"] or None})
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -270,7 +267,7 @@ def draft_choice(draft: str, model: str) -> SpecConfig | None:
     """The value of --draft as `make_config` takes it; None: no draft. Raises RegistryError with the nearest name."""
     if draft == "auto" and (draft := shipped(model)[0]) == "none":
         draft = "suffix"  # needs no model, and goodput asks for it where that pays
-    return None if draft == "none" else _checked(parse_draft(draft), model)
+    return None if draft == "none" else _checked(parse_draft(draft), model, draft)
 
 
 @lru_cache
@@ -280,14 +277,18 @@ def shipped(model: str) -> tuple[str, dict[str, str]]:
     return SHIPPED.get(own, (own, {}))
 
 
-def _checked(spec: SpecConfig, target: str) -> SpecConfig:
+def _checked(spec: SpecConfig, target: str, text: str) -> SpecConfig:
     """Check the models of all levels, and fill in those that the package has. Raises RegistryError for no such name."""
     name = spec.model
     if name is not None and name not in (*EMBEDDED, *hub.PACKAGED) and os.sep not in name and not os.path.exists(name):
-        drafters = registry.names("drafters")
+        if name in ("none", "auto"):
+            raise RegistryError(f"--draft {text!r}: 'none' and 'auto' stand alone")
+        drafters, chain = registry.names("drafters"), f"{text!r}: " if name != text else ""
         hint = nearest(name, [*drafters, *EMBEDDED, "none", "auto"])
-        raise RegistryError(f"--draft {name!r} is no drafter, folder or hub id{hint} (drafters: {', '.join(drafters)})")
-    below = tuple(_checked(b, target) for b in spec.below)
+        hint += "; a path in a chain may not hold '+', '>' or brackets" if chain and os.sep in text else ""
+        known = f"drafters: {', '.join(drafters)}"
+        raise RegistryError(f"--draft {chain}{name!r} is no drafter, folder or hub id{hint} ({known})")
+    below = tuple(_checked(b, target, text) for b in spec.below)
     if name is None and (kind := owns(spec.method)):
         name = shipped(target)[1].get(kind)
     return dataclasses.replace(spec, model=name, below=below)

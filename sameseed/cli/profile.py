@@ -47,13 +47,11 @@ def run(parsed: Parsed[ProfileArgs]) -> int:
             report=lambda stage, done, total: tick(f"{title}: {stage}", int(1000 * done / total), 1000),
             **grid,
         )
-    keep([found.as_dict()], record_file, to_stdout)
+    keep([found.as_dict()], record_file, to_stdout, *tables(found))
     if file is not None:
         with replacing(file) as stream:
             stream.write((json.dumps(found.as_dict(), indent=1) + "\n").encode())
     if not to_stdout:
-        for table in tables(found):
-            show_table(table)
         note(LEGEND)
     if any((x.bandwidth_share or 0) > 1 for x in found.stored):
         said = "a read share above 100 %: other work ran while limits were measured; profile again when it is over"

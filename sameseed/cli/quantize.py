@@ -44,8 +44,7 @@ def run(parsed: Parsed[QuantizeArgs]) -> int:
 
 
 def _turn_head(args: QuantizeArgs, target: Path, out: Path) -> int:
-    own = {"model", "out", "head_for", "original", "overwrite", "json"}
-    others = {f.name for f in fields(args)} - own
+    others = {f.name for f in fields(args)} - {"model", "out", "head_for", "original", "overwrite", "json"}
     unread(args, others, "--head-for turns a head and no more (--draft-format stores it in few bits)")
     original = None if args.original is None else resolve_model(args.original)
     folder = turn_head(resolve_model(args.model), target, out, original, args.overwrite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -46,14 +47,23 @@ def run(parsed: Parsed[VerifyLosslessArgs]) -> int:
         )
         certificate = certify(subject, asked, checks, tick)
     found = certificate.as_dict()
-    keep([found], args.out, args.json)
-    if args.html is not None:
-        args.html.write_text(proof.render(found), encoding="utf-8")
-    if not args.json:
-        _show(certificate, found)
-        for written in filter(None, (args.out, args.html)):
-            note(f"written: {written}")
+    try:
+        keep([found], args.out, args.json)
+        if args.html is not None:
+            _write(args.html, proof.render(found))
+    finally:
+        if not args.json:
+            _show(certificate, found)
+    for written in filter(None, () if args.json else (args.out, args.html)):
+        note(f"written: {written}")
     return EXIT.get(certificate.verdict, 0)
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:  # of a full disk: it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _show(certificate: Certificate, found: dict[str, Any]) -> None:

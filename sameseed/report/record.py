@@ -88,20 +88,21 @@ def prepare(path: Path, flag: str = "--out") -> None:
 
 def require(what: str, extra: str, *modules: str) -> None:
     """Raise ConfigError naming the extra where one of these modules, which `what` needs, is not installed."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"{what} needs {', '.join(missing)}; install with: pip install '.[{extra}]'")
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:
-    """Append one line to a record file, which is created if missing. Raises ConfigError if `record` is not valid."""
+    """Append one line to a record file, which is created if missing. Raises ConfigError, and OSError with its name."""
     check(record)
     prepare(path)
-    with path.open("ab+") as file:
-        file.seek(-1 if file.tell() else 0, os.SEEK_CUR)
-        whole = file.read() in (b"", b"\n")  # a line may have been cut off when its process was killed
-        file.write(b"" if whole else b"\n")
-        file.write(json.dumps(record).encode() + b"\n")
+    try:
+        with path.open("ab+") as file:
+            file.seek(-1 if file.tell() else 0, os.SEEK_CUR)
+            whole = file.read() in (b"", b"\n")  # a line may have been cut off when its process was killed
+            file.write(b"\n" * (not whole) + json.dumps(record).encode() + b"\n")
+    except OSError as error:  # of a full disk: it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read(path: Path, skip_broken: bool = False) -> list[dict[str, Any]]:
@@ -111,10 +112,9 @@ def read(path: Path, skip_broken: bool = False) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             check(record)
+            records.append(record)
         except (json.JSONDecodeError, ConfigError, AttributeError) as error:
             if not skip_broken:
                 raise ConfigError(f"{path}:{number}: {error}") from None
             log.warning("%s:%d is broken (%s); it is measured again", path, number, error)
-            continue
-        records.append(record)
     return records

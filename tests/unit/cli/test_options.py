@@ -86,10 +86,11 @@ def test_the_embedded_model_brings_its_draft():
     assert options.draft_choice("embedded-head", "embedded") == SpecConfig("draft_model", "embedded-head")
     assert options.draft_choice("embedded-target", "org/name") == SpecConfig("draft_model", "embedded-target")
     assert options.draft_choice("eagle", "embedded") == SpecConfig("eagle", "embedded-head")
-    with pytest.raises(RegistryError, match="did you mean 'suffix'"):
-        options.draft_choice("sufix + draft_model", "embedded")
-    with pytest.raises(RegistryError, match="did you mean 'embedded-draft'"):
-        options.draft_choice("embeded-draft", "embedded")
+    wrong = {"sufix + eagle": "did you mean 'suffix'", "embeded-draft": "did you mean 'embedded-draft'"}
+    wrong |= {"none + suffix": "'none' and 'auto' stand alone", "ngram + a > b/c": "path in a chain may not hold"}
+    for text, message in wrong.items():
+        with pytest.raises(RegistryError, match=message):
+            options.draft_choice(text, "embedded")
 
 
 def test_a_target_that_the_package_has_a_draft_for(monkeypatch):
