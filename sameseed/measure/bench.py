@@ -121,8 +121,7 @@ def fitting(
     limit = settings.get("max_model_len") or read_config(folder).max_model_len
     tokenizer, found = load_tokenizer(folder), list[Prompt]()
     for prompt in prompts:
-        size = len(prompt.encode(tokenizer))
-        if size < limit:
+        if (size := len(prompt.encode(tokenizer))) < limit:
             found.append(prompt)
         else:
             tell(f"prompt {prompt.id}: {size} tokens, and the context holds {limit}")

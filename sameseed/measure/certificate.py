@@ -110,9 +110,7 @@ def load_subject(
     loaded = load_parts(asked.model, config, progress)
     limit = config.max_model_len or loaded.target.max_model_len
     if limit < LEAST_CONTEXT:
-        raise ConfigError(
-            f"the checks need a context of at least {LEAST_CONTEXT} tokens, got {limit}; raise --max-model-len"
-        )
+        raise ConfigError(f"the checks need a context of {LEAST_CONTEXT} tokens, got {limit}; raise --max-model-len")
     encoded = [prompt.encode(loaded.tokenizer) for prompt in prompts]
     fitting = [tokens for tokens in encoded if tokens and len(tokens) + asked.max_tokens <= limit]
     if not fitting:
@@ -122,10 +120,10 @@ def load_subject(
         )
     if len(fitting) < len(encoded):
         log.warning("%d of %d prompts fit the context; the others are left out", len(fitting), len(encoded))
-    seed = 1 if params.seed is None else params.seed
     # Checks generate texts of many lengths: min_tokens must not exceed the shortest of them.
     least = min(params.min_tokens, LEAST_TOKENS)
     own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
+    seed = 1 if params.seed is None else params.seed
     subject = Subject(loaded, fitting, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject
@@ -135,8 +133,7 @@ def certify(
     subject: Subject, asked: Asked, checks: Seq[Check] = CHECKS, tick: Tick = lambda name, done, total: None
 ) -> Certificate:
     """Run the checks. `tick` is called before each check."""
-    start = time.perf_counter()
-    results = []
+    start, results = time.perf_counter(), list[Result]()
     for i, check in enumerate(checks):
         tick(check.name, i, len(checks))
         results.append(run_check(check, subject, asked.effort))
@@ -197,8 +194,7 @@ def summary(record: Mapping[str, Any]) -> list[str]:
     """Sentences about a record (schema `sameseed.certificate/1`): verdict, what was checked, how much, what was not."""
     sizes = {c["id"]: {**c["sizes"], **c["statistic"]} for c in record["checks"]}
     lines, a = [OPENINGS[record["verdict"]]], record["acceptance"]
-    counts = [(sizes.get(check, {}).get(name), words) for check, (name, words) in COMPARED.items()]
-    if compared := [f"{count:,.0f} {words}" for count, words in counts if count is not None]:
+    if compared := [f"{sizes[c][n]:,.0f} {words}" for c, (n, words) in COMPARED.items() if n in sizes.get(c, {})]:
         lines.append(f"Generated with and without speculation, and compared bit by bit: {', '.join(compared)}.")
     if "exact" in (oracle := sizes.get("T1", {})):
         lines.append(
@@ -208,11 +204,12 @@ def summary(record: Mapping[str, Any]) -> list[str]:
         )
     if "sequences" in sizes.get("L5", {}):
         lines.append(f"{sizes['L5']['sequences']:,.0f} short outputs were counted against their exact probabilities.")
-    lines.append(
-        f"The draft ({record['config']['label']}) proposed {a['num_draft_tokens']:,} tokens: "
-        f"{a['num_accepted_tokens']:,} were accepted, and {a['num_rollbacks']:,} rounds rejected some. "
-        f"{a['num_scripted_tokens']:,} tokens of trees made to provoke mistakes are not among them."
-    )
+    if a["num_draft_tokens"] or a["num_scripted_tokens"] or record["verdict"] != IN_PART:  # a check used a draft
+        lines.append(
+            f"The draft ({record['config']['label']}) proposed {a['num_draft_tokens']:,} tokens: "
+            f"{a['num_accepted_tokens']:,} were accepted, and {a['num_rollbacks']:,} rounds rejected some. "
+            f"{a['num_scripted_tokens']:,} tokens of trees made to provoke mistakes are not among them."
+        )
     lines.append(f"Effort {record['effort']:g} (quick is 0.0005, full is 1){_shares(record, sizes)}.")
     if lacking := [c for c in record["checks"] if c["lacking"]]:
         short, remedies = (f"{c['id']} ({'; '.join(c['lacking'])})" for c in lacking), (c["remedy"] for c in lacking)
@@ -225,16 +222,12 @@ def summary(record: Mapping[str, Any]) -> list[str]:
 
 def _shares(record: Mapping[str, Any], sizes: Mapping[str, Mapping[str, float]]) -> str:
     """How large the checks' samples are, as shares of the full sizes."""
-    each = [
-        [sizes[c["id"]][k] / n for k, n in c["full_sizes"].items() if k in sizes[c["id"]]] for c in record["checks"]
-    ]
-    if not (least := [min(1.0, *own) for own in each if own]):
+    own = ((sizes[c["id"]], c["full_sizes"]) for c in record["checks"])
+    each = [[seen[k] / n for k, n in full.items() if k in seen] for seen, full in own]
+    if not (least := [min(1.0, *shares) for shares in each if shares]):
         return ""
-    low, high = min(least), max(least)
-    return (
-        f": each check looked at {100 * low:.3g} % to {100 * high:.3g} % of its full size. What is rarer than that may "
-        "be missed"
-    )
+    ends = " to ".join(dict.fromkeys(f"{100 * share:.3g} %" for share in (min(least), max(least))))
+    return f": each check looked at {ends} of its full size. What is rarer than that may be missed"
 
 
 def sizes_text(values: Mapping[str, float]) -> str:
@@ -262,6 +255,5 @@ def render(record: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{status.count(s)} {s}" for s in ("passed", "failed", "warning", NOT_SHOWN) if s in status)
     config = record["config"]
     head, tone = HEADLINES[record["verdict"]]
-    title = f"Certificate: {config['label']}"
-    page = _TEMPLATES.get_template("certificate.html")
+    page, title = _TEMPLATES.get_template("certificate.html"), f"Certificate: {config['label']}"
     return page.render(head=head, tone=tone, title=title, r=record, c=config, counts=counts)

@@ -38,7 +38,11 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ConfigError(f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'") from None
+    needed = f"this needs lm-evaluation-harness ({error}): pip install '.[eval]'"
+    if __name__ == "__main__":
+        print(f"error: {needed}", file=sys.stderr)
+        sys.exit(2)
+    raise ConfigError(needed) from None
 
 MAX_TOKENS = 256
 FEWSHOT_SEED = 1234  # the harness's default
@@ -243,13 +247,12 @@ def _result(name: str, samples: Seq[dict[str, Any]], notes: tuple[str, ...]) -> 
     return TaskResult(name, "accuracy", scores, extra, notes, answers)
 
 
-def main() -> int:
+def main() -> None:
     """The harness's own command, with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sameseed.errors import ConfigError
+from sameseed.errors import ConfigError, RequestError
 from sameseed.measure.quality import data
 from sameseed.measure.quality.data import DataSet
 from sameseed.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ class Prompt:
     then: tuple[str, ...] = ()  # later turns of the user, each after an answer
     clip: int | None = None  # most tokens of the text to use
     stop: tuple[str, ...] = ()  # strings at which an answer ends
+    where: str = ""  # FILE:LINE, for errors
 
     @property
     def said(self) -> str:
@@ -46,14 +47,17 @@ class Prompt:
         return (self.text, self.messages, *(more if any(more) else ()))
 
     def encode(self, tokenizer: Tokenizer, answer: Callable[[list[int]], str] | None = None) -> tuple[int, ...]:
-        """Token ids. `answer` generates the assistant's message before each later turn; None: it is empty."""
+        """Token ids. `answer` writes the assistant's message before a later turn; None: empty. Raises ConfigError."""
         if self.text is not None and (not self.messages or tokenizer.chat_template is None):
             return tuple(tokenizer.encode(self.text))[: self.clip]
         messages = list(self.messages)
         for turn in self.then:
             said = "" if answer is None else answer(tokenizer.chat(messages))
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
-        return tuple(tokenizer.chat(messages))
+        try:
+            return tuple(tokenizer.chat(messages))
+        except RequestError as error:  # e.g. of a role that the template refuses
+            raise ConfigError(f"{self.where or self.id}: {error}") from None
 
 
 def _wikitext(path: Path) -> Iterator[Prompt]:

@@ -60,7 +60,7 @@ def _prompt(line: Line) -> Prompt:
         return Prompt(name, domain, line.value)
     if not all(isinstance(m, dict) for m in line.value):
         raise ConfigError(f'{line.where}: messages must be a list of {{"role", "content"}} objects')
-    return Prompt(name, domain, None, tuple(line.value))
+    return Prompt(name, domain, None, tuple(line.value), where=line.where)
 
 
 def check_batches(sizes: Seq[int], num_prompts: int) -> None:

@@ -180,7 +180,7 @@ def given_limits(read_gb: float | None, tera_ops: float | None, threads: int) ->
 
 def read_bytes(text: str) -> int:
     """Bytes from text like 24GB, 512MiB, 1.5G. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d{1,12}\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d{1,12}\.?\d*|\.\d+)\s*(?=[a-z])([kmgt]?)(i?)b?\s*", text.lower())
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")) if found else 0
     if size < 1:
         raise ConfigError(f"--memory takes a size like 24GB or 512MiB, got {text!r}")

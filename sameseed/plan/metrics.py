@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sameseed import lines
 from sameseed.errors import ConfigError
 
 
@@ -99,7 +100,7 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
                         labelled[key][at] = labelled[key].get(at, 0.0) + sample.value
     except ValueError as error:
         raise ConfigError(
-            f"{where} are no Prometheus text ({error}); give a server's address, or a saved page"
+            f"{where}: this is no Prometheus text ({error}); give a server's address, or a saved page"
         ) from None
     engine = next((name for prefix, name in PREFIXES.items() if prefix in prefixes), None)
     # Our engine uses vLLM's names, and counts its stages; a server of ours in front of vLLM has none.
@@ -107,7 +108,7 @@ def read_text(text: str, where: str = "the metrics") -> Counted:
         engine = "sameseed"
     if engine is None:
         raise ConfigError(
-            f"{where} have no counters of an engine that is known (vllm:, sameseed:, llamacpp:); metrics must be on: "
+            f"{where}: no counters of an engine that is known (vllm:, sameseed:, llamacpp:); metrics must be on: "
             "--metrics of llama-server"
         )
     found = {key: next((sums[n] for n in names if n in sums), None) for key, names in {**COUNTERS, **GAUGES}.items()}
@@ -152,11 +153,8 @@ def watch(get: Callable[[], str], seconds: float, where: str, sleep: Callable[[f
 
 def read_file(path: Path) -> Counted:
     """Counters from a saved page of metrics, which count since the server's start. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path} ({error}); give a server's address or a saved /metrics page") from None
-    found = read_text(text, str(path))
+    remedy = "give a saved /metrics page, or a server's address, which begins with http://"
+    found = read_text(lines.read_text(path, "metrics", remedy), str(path))
     if not found.tokens and not found.drafts:
         raise ConfigError(f"{path}: this server had written no token yet; save its /metrics after some load")
     return found

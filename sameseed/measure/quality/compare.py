@@ -81,8 +81,9 @@ def report(
     asked = asked or Comparing()
     if len(parsed) < 1 or len(set(parsed)) < len(parsed):
         raise ConfigError("give the baseline and other variants, each once, e.g. --compare embedded embedded@w4a8")
+    resolve_model((base := parsed[0]).model)
     tasks.check(asked.quality)
-    prompts, spec, base = read_prompts(asked.prompts, asked.num_prompts), draft_spec(parsed[0], asked), parsed[0]
+    prompts, spec = read_prompts(asked.prompts, asked.num_prompts), draft_spec(base, asked)
 
     def each(of: Iterable[Variant], run: Callable[[Variant], T], into: dict[Variant, str]) -> dict[Variant, T]:
         """The results of those that can be run; the others are named in `into`. Raises what the baseline raises."""

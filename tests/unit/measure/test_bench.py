@@ -186,10 +186,12 @@ def test_prompts_of_both_kinds_and_a_limit_from_all_over_the_file(tmp_path):
     assert (first.id, first.domain, first.text, first.messages) == ("a", "d", "x", ())
     assert second.text is None and second.messages == ({"role": "user", "content": "y"},)
     lines.write_text("".join(f"{i}\u2028\n" for i in range(10)), encoding="utf-8-sig")
-    assert [p.text for p in read_prompts(lines, 3)] == ["0\u2028", "3\u2028", "6\u2028"]
-    assert len(read_prompts(lines, 99)) == 10
+    assert [len(read_prompts(lines, 99)), *(p.text for p in read_prompts(lines, 2))] == [10, "0\u2028", "5\u2028"]
     with pytest.raises(ConfigError, match="at least 1"):
         read_prompts(lines, 0)
+    refusing = SimpleNamespace(chat_template="", chat=lambda messages: SamplingParams(n=0))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:3: n must"):
+        second.encode(refusing)
 
 
 def test_a_workload_gives_each_prompt_its_own_seed():

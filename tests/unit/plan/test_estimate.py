@@ -264,7 +264,7 @@ def test_acceptance_from_files_and_words(tmp_path):
 
 
 def test_sizes_and_limits_that_are_given():
-    assert [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 ")] == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
+    assert [read_bytes(t) for t in ("24GB", "512MiB", "1.5g", " 100 B ")] == [24 * 10**9, 512 << 20, 1_500_000_000, 100]
     for text in ("", "GB", "-1GB", "24 apples", "nan"):
         with pytest.raises(ConfigError, match="24GB"):
             read_bytes(text)
