@@ -79,7 +79,7 @@ def check_ranges(options: object, name: Callable[[str], str] = str) -> None:
         if numbers and all(low <= n <= high and not (above and n == low) for n in numbers):
             continue
         least = f"{'finite and ' * (math.inf in numbers)}{'above' if above else 'at least'} {low:g}"
-        bounds = f"be {least}" if high >= LARGEST or above else f"lie in {low:.19g}..{high:.19g}"
+        bounds = f"be {least}" if high >= LARGEST or above else f"lie in {low}..{high}"
         most = f" and at most {high:g}" if above and high < LARGEST else ""
         raise ConfigError(f"{name(f.name)} must {bounds}{most}, got {value!r}")
 

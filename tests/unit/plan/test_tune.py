@@ -46,7 +46,7 @@ def test_bad_requests():
         ({"prompts": (Prompt("a", "", "same"), Prompt("b", "", "same"))}, "different"),
         ({"batches": (0,)}, "--batch must be at least 1"),
         ({"threads": (0,)}, "1 or more"),
-        *(({"seconds": seconds}, "--seconds must be at least 5") for seconds in (1.0, math.nan, math.inf)),
+        *(({"seconds": seconds}, "--seconds must be .*at least 5") for seconds in (1.0, math.nan, math.inf)),
         ({"quality": 0.9}, "--quality must lie in 1..100"),
     ):
         with pytest.raises(ConfigError, match=says):
