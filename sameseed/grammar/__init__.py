@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence as Seq
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +67,7 @@ class Vocabulary:
 
     def spell(self, token_ids: Seq[int]) -> bytes:
         """The bytes of `token_ids`, up to the first end token."""
-        parts = []
-        for token in token_ids:
-            if token in self.eos_token_ids:
-                break
-            parts.append(self.pieces[token])
-        return b"".join(parts)
+        return b"".join(self.pieces[token] for token in takewhile(lambda t: t not in self.eos_token_ids, token_ids))
 
 
 class Choice:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,38 +29,29 @@ _WARNING = re.compile(r"Warning: (.*)")
 # allowed: tool calls have them next to their JSON.
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 _SPACE = r"[ \n\r\t]*"  # as in the library's JSON grammar
+# A string of a least length, which the library writes without escapes. Beside a greatest length these cost too much.
+_AT_LEAST = re.compile(r'\w+_characters\{([1-8]), -1\} "\\""')
 _NAMED = ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "LogitsProcessor")
 
 
 def library() -> Any:
     """The module xgrammar, imported without transformers, which it needs for type names only. Raises RequestError."""
-    if "xgrammar" in sys.modules or "transformers" in sys.modules:
-        return _import()
-    stand_in: Any = types.ModuleType("transformers")
-    for name in _NAMED:
-        setattr(stand_in, name, type(name, (), {}))
-    sys.modules["transformers"] = stand_in
-    try:
-        return _import()
-    finally:
-        del sys.modules["transformers"]
-
-
-def _import() -> Any:
+    stand_in: Any = None if sys.modules.keys() & {"xgrammar", "transformers"} else types.ModuleType("transformers")
+    if stand_in is not None:
+        for name in _NAMED:
+            setattr(stand_in, name, type(name, (), {}))
+        sys.modules["transformers"] = stand_in
     try:
         import xgrammar
     except ImportError as error:
         raise RequestError(f"structured output needs xgrammar ({error}); install it: pip install '.[server]'") from None
+    finally:
+        if stand_in is not None:
+            del sys.modules["transformers"]
     return xgrammar
 
 
-_NAMES = {
-    "json": "schema",
-    "object": "JSON object",
-    "regex": "regular expression",
-    "grammar": "grammar",
-    "tag": "tools",
-}
+_NAMES = {"json": "schema", "object": "JSON object", "regex": "regular expression", "tag": "tools"}
 
 
 class Language(NamedTuple):
@@ -94,29 +86,30 @@ class Matching:
         (xgrammar's structural tags). Raises RequestError, also for parts of a source that the library would ignore.
         Compilation may take forever and any amount of memory: the caller must limit both.
         """
+        grammars = self._library.Grammar
         compiler = self._library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         with _warnings() as said:
             try:
                 if kind == "object":  # the library's JSON grammar is much faster than an empty schema
-                    builtin = str(self._library.Grammar.builtin_json_grammar())
-                    _, end, rules = builtin.partition("\n")
-                    if "\nmembers_and_embrace ::=" not in builtin or _SPACE not in rules:
+                    _, end, rules = str(grammars.builtin_json_grammar()).partition("\n")
+                    if "members_and_embrace ::=" not in rules or _SPACE not in rules:
                         raise RequestError("this version of xgrammar cannot be used for JSON objects; give a schema")
                     objects = 'root ::= "{" ' + _SPACE + " members_and_embrace" + end + rules  # objects only
                     made = compiler.compile_grammar(objects.replace(_SPACE, "[ \\n]?"))  # at most one space
                 elif kind == "json":  # with unlimited space a model could write it forever
-                    made = compiler.compile_json_schema(source, max_whitespace_cnt=1)
+                    made = compiler.compile_grammar(_escaping(grammars.from_json_schema(source, max_whitespace_cnt=1)))
+                elif kind == "tag":
+                    made = compiler.compile_grammar(_escaping(grammars.from_structural_tag(source)))
                 elif kind == "grammar" and "::=" not in source:
                     made = compiler.compile_lark(source)
                 else:
-                    compiles = {"regex": compiler.compile_regex, "tag": compiler.compile_structural_tag}
-                    made = compiles.get(kind, compiler.compile_grammar)(source)
+                    made = (compiler.compile_regex if kind == "regex" else compiler.compile_grammar)(source)
             except (RuntimeError, ValueError, TypeError) as error:
                 reason = _PLACE.sub("", str(error).strip().partition("\n")[0]) or "it is not valid"
-                raise RequestError(f"the {_NAMES[kind]} cannot be used: {reason}") from None
+                raise RequestError(f"the {_NAMES.get(kind, kind)} cannot be used: {reason}") from None
         if said:
             why = re.split(r" in regex|; matching", said[0])[0]  # without the source, which may hold anything
-            raise RequestError(f"the {_NAMES[kind]} cannot be followed to the letter: {why}")
+            raise RequestError(f"the {_NAMES.get(kind, kind)} cannot be followed to the letter: {why}")
         self._try(kind, self.matched(self._language(kind, made)))
         return f"{kind} {made.serialize_json()}"
 
@@ -136,14 +129,23 @@ class Matching:
     def _try(self, kind: str, matched: Matched) -> None:
         """Write a trial text, always the same one. Raises RequestError if at some point no token is allowed."""
         written: list[int] = []
-        for i in range(TRIED):
+        while len(written) < TRIED and not (written and written[-1] in self.vocabulary.eos_token_ids):
             allowed = np.flatnonzero(matched.allowed(written, ()))
             if not len(allowed):
-                raise RequestError(f"no text can match the {_NAMES[kind]}; loosen it")
-            token = int(allowed[(i * 7919) % len(allowed)])
-            if token in self.vocabulary.eos_token_ids:
-                return
-            written.append(token)
+                raise RequestError(f"no text can match the {_NAMES.get(kind, kind)}; loosen it")
+            written.append(int(allowed[(len(written) * 7919) % len(allowed)]))
+
+
+def _escaping(grammar: Any) -> Any:
+    """The grammar, with strings of a least length that may hold escapes, each of which counts as one character."""
+    text = str(grammar)
+    if not (sizes := [int(size) for size in _AT_LEAST.findall(text)]):
+        return grammar
+    rules = ["basic_string_sub", *(f"basic_string_least_{size}" for size in range(1, max(sizes) + 1))]
+    text = _AT_LEAST.sub(lambda found: rules[int(found[1])], text)
+    for rest, rule in pairwise(rules):
+        text += f'{rule} ::= [^\\"\\\\\\r\\n] {rest} | "\\\\" [\\"\\\\/bfnrt] {rest}\n'
+    return text
 
 
 class Matched:

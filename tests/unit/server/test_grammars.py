@@ -235,9 +235,8 @@ def test_compelled_calls_are_read_back(words, parser, seed):
     assert sum(isinstance(f, Call) for f in found) == 1 and not any(isinstance(f, str) for f in found), text
     value = json.loads(arguments)
     if name == "weather":
-        assert (
-            len(value["city"]) <= 6 and 1 <= value.get("days", 1) <= 9 and value.keys() <= WEATHER["properties"].keys()
-        )
+        assert len(value["city"]) <= 6 and 1 <= value.get("days", 1) <= 9
+        assert value.keys() <= WEATHER["properties"].keys()
     else:
         assert name == "stop" and isinstance(value, dict)
 
@@ -361,6 +360,7 @@ WRITTEN = [
     ({"enum": ["a", "b"], "type": "string"}, ['"a"'], ['"c"']),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["[1]"], ["[1,1]"]),
     ({"type": "string", "minLength": 1.0, "maxLength": 3.0}, ['"abc"'], ['""', '"abcd"']),
+    ({"type": "string", "minLength": 2}, [r'"\n\""', r'"ab\u00e4\\"', '"abc"'], ['""', '"a"', r'"\n"', '"ab']),
     ({"anyOf": [{"not": {}}, {"const": "a", "enum": ["a"], "type": "string"}]}, ['"a"'], ['"b"']),
     (
         {"oneOf": [{"enum": ["A", "B"]}, arm("C", {"type": "string"}, "C", **CLOSED), arm("D", {}, "D", **CLOSED)]},
@@ -416,19 +416,19 @@ def test_a_group_of_an_unknown_kind_is_no_text(words):
 
 def test_strict_calls_amid_free_text(words):
     """The model writes freely until it opens a call; then the grammar allows only a call that matches its schema."""
-    source = chat(tools=TOOLS[:1]).source("hermes")
+    schema = {**WEATHER, "properties": WEATHER["properties"] | {"why": {"type": "string", "minLength": 1}}}
+    tool = {"type": "function", "function": {**TOOLS[0]["function"], "parameters": schema}}
+    source = chat(tools=[tool]).source("hermes")
     matched = words.matched(words.language(words.compiled(source.kind, source.text)))
-    pieces = words.vocabulary.pieces
 
     def goes(text):
-        tokens = [pieces.index(bytes([b])) for b in text.encode()]
+        tokens = [words.vocabulary.pieces.index(bytes([b])) for b in text.encode()]
         return bool(matched.allowed(tokens, ()).any())
 
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3, "why": "\\"\\n"}}\n</tool_call>'
     assert all(map(goes, ("hello <b>", f"See: {call}", f"{call} and {call}", "<tool_calm>")))
-    assert not any(
-        map(goes, ("<tool_call>x", call.replace("weather", "rm"), call.replace("3", "10"), call[:-14] + "x"))
-    )
+    wrong = ("<tool_call>x", call.replace("weather", "rm"), call.replace("3", "10"), call[:-14] + "x")
+    assert not any(map(goes, wrong))
 
 
 async def test_a_new_engine_gets_its_grammars_again(monkeypatch):
