@@ -2,18 +2,17 @@
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-Messages in `analysis`, and those to a tool that the model knows by itself, are reasoning; one to `functions.NAME` is a
-tool call.
+Messages in `analysis`, and those to a tool that the model knows by itself, are reasoning; others to a name are calls.
 """
 
 from __future__ import annotations
 
 import re
 
-MESSAGE, CALL = "<|message|>", "<|call|>"
+MESSAGE, CALL, ARGUMENTS, END = "<|message|>", "<|call|>", "[ARGS]", "<|end|>"
 _END = re.compile(r"<\|(?:end|return|call|start|channel)\|>")
 _TAIL = re.compile(r"<(?:\|\w{0,7}\|?)?\Z")  # what may become one of these
-_FUNCTION = re.compile(r"to=functions\.([\w-]+)")
+_FUNCTION = re.compile(r"to=(?:functions\.|(?!(?:functions|python|browser|container|assistant)\b))([\w-]+)(?![\w.-])")
 
 
 def is_harmony(template: str | None) -> bool:
@@ -22,18 +21,16 @@ def is_harmony(template: str | None) -> bool:
 
 
 class Harmony:
-    """Splits one answer into reasoning and text while it arrives, as `server.reasoning.Thoughts` does.
-
-    In the text a tool call is `<|call|>`, the function's name and its arguments.
-    """
+    """Splits one answer into reasoning and text while it arrives. A call is the text `<|call|>NAME[ARGS]...<|end|>`."""
 
     def __init__(self, prompt_end: str | None) -> None:
         """`prompt_end`: the end of the prompt, where a message may have begun; None: the answer is text alone."""
-        begun = "" if prompt_end is None else prompt_end.rpartition("<|end|>")[2].strip()
+        begun = "" if prompt_end is None else prompt_end.rpartition(END)[2].strip()
         inside = prompt_end is None or (begun and "<|" not in begun)
         self._buffer = MESSAGE if inside else begun.removesuffix("<|start|>assistant")
         self._size = 0
         self._open: str | None = None  # which part of the answer the open message belongs to
+        self._shut = ""  # what stands in the text behind that message
         self._parts = {"reasoning": "", "text": ""}  # of the last piece
         self._begun = set[str]()  # parts that have a message
         self.end: int | None = 0  # where the reasoning ends in the whole answer; None: within it
@@ -56,9 +53,11 @@ class Harmony:
                 break
             if self._open == "reasoning":
                 self.end = self._size - len(self._buffer)
+            self._parts["text"] += self._shut
             self._open = None
-        if ended and not self._open:
-            self._parts["text"] += self._buffer.partition("<|")[0]  # not Harmony after all
+        self._parts["text"] += (
+            self._buffer.partition("<|")[0] if ended and not self._open else ""
+        )  # no Harmony after all
         return self._parts["reasoning"], self._parts["text"]
 
     def _begin(self, head: str) -> None:
@@ -67,6 +66,6 @@ class Harmony:
         inner = "to=" in head or re.search(r"<\|channel\|>\s*analysis", head)
         self._open = "reasoning" if inner and not function else "text"
         self.end = None if self._open == "reasoning" else self.end
-        gap = "\n" if self._open in self._begun else ""
-        self._parts[self._open] += CALL + function[1] if function else gap
+        gap, self._shut = "\n" if self._open in self._begun else "", END if function else ""
+        self._parts[self._open] += f"{CALL}{function[1]}{ARGUMENTS}" if function else gap
         self._begun |= set() if function else {self._open}

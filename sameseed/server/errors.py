@@ -52,8 +52,7 @@ class ApiError(Exception):
 
 def clean(message: str) -> str:
     """A message without memory addresses, file paths and object representations, in one line of bounded length."""
-    text = _LEAKS.sub("...", " ".join(message[: 4 * MAX_MESSAGE].split()))
-    text = text.encode("utf-8", "replace").decode()
+    text = _LEAKS.sub("...", " ".join(message[: 4 * MAX_MESSAGE].split())).encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 

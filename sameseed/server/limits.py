@@ -83,11 +83,9 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
 
 def check_values(raw: bytes, what: str) -> None:
     """Raise ApiError 400, before parsing, for JSON with too many lists, objects or values."""
-    if not _too_many(raw):
-        return
     # Brackets and commas within strings are harmless: count again without strings. Remove pairs of backslashes first,
     # because the second backslash of a pair escapes nothing.
-    if _too_many(_STRING.sub(b"", raw.replace(b"\\\\", b"").replace(b'\\"', b""))):
+    if _too_many(raw) and _too_many(_STRING.sub(b"", raw.replace(b"\\\\", b"").replace(b'\\"', b""))):
         raise bad_request(f"{what} more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values")
 
 

@@ -46,8 +46,7 @@ class Thoughts:
         self._inside = end.endswith(marks.open) or (marks.always and not end.endswith(marks.close))
         self._started = prompt_end is None  # was the opening mark looked for?
         self._bare = False  # only space since the last mark?
-        self._buffer = ""
-        self._size = 0
+        self._buffer, self._size = "", 0
         self.end: int | None = None if self._inside else 0  # where the reasoning ends in the whole text, once known
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
+from sameseed.models.harmony import ARGUMENTS, CALL, END
 from sameseed.server import schemas
 from sameseed.server.unions import KINDS, target
 
@@ -31,9 +32,10 @@ _NAMED = re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*[\w-]{{0,64}}\s*)?(?:\[ARGS
 _PYTHON = re.compile(rf"\s*\[\s*{_NAME}\s*\(")
 _CALLED = re.compile(rf"\s*call:\s*{_NAME}\s*(?=\{{)")
 _QUOTED = re.compile(r'<\|"\|>(.*?)<\|"\|>|"(?:[^"\\]|\\.)*"|(?<=[{,])([^"{}\[\]:,<]+)(?=:)', re.DOTALL)
+_BETWEEN = re.compile(rf"(?:[\s\[\],;}}]|{OPEN})*")  # around calls in JSON; models write a brace too many
 # What may still become such a beginning, with single spaces.
 _BEFORE_HEAD = re.compile(r"<?\[? ?[\w-]{0,64} ?(?:\[[A-Z_]{0,7}\]? ?[\w-]{0,64} ?){0,2}")
-_GAP = re.compile(r"\s*(?:(?:;|<\|\w+\|>)\s*)*")  # between calls without marks
+_GAP = re.compile(r"\s*(?:(?:[;,]|<\|\w+\|>)\s*)*")  # between calls without marks
 _BEFORE_GAP = re.compile(r"<(?:\|\w*\|?)?")
 
 
@@ -85,14 +87,14 @@ FORMATS = {  # named as vLLM's parsers
     "gemma4": CallFormat((GEMMA,), f"{GEMMA}call:NAME", "<tool_call|>", close="<tool_call|>", style="gemma"),
     "granite": CallFormat(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
     "openai": CallFormat(  # as models/harmony.py gives out calls
-        ("<|call|>",), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
+        (CALL,), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
     ),
     "hermes": CallFormat(
         (OPEN, *FENCES), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n", CLOSE, signs=(OPEN,)
     ),
     "mistral": CallFormat(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     "llama3": CallFormat(
-        ("<|python_tag|>", "<|python_start|>"),
+        ("<|python_tag|>", "<|python_start|>", XML),
         '{"name": "NAME", "parameters": ',
         "}",
         separator="; ",
@@ -115,8 +117,9 @@ def parser_for(template: str | None) -> str | None:
     """The name of a chat template's format of calls; None if it has no tools, or another format."""
     if template is None or "tools" not in template:
         return None
-    forms = FORMATS.items()
-    return next((name for name, form in forms if any(text in template for text in form.signs or form.marks)), None)
+    return next(
+        (name for name, form in FORMATS.items() if any(text in template for text in form.signs or form.marks)), None
+    )
 
 
 class _Braces:
@@ -206,7 +209,7 @@ class Parser:
     def _begin(self, at: int, mark: str) -> None:
         """A call may begin with this mark, `at` characters from here."""
         self._mark = "" if mark == XML else mark  # that one is a part of the call
-        self._close = FENCES.get(mark, self._form.close)
+        self._close = END if mark == CALL else FENCES.get(mark, self._form.close)
         self._buffer = self._buffer[at + len(self._mark) :]
         self._step, self._braces = self._inside, _Braces()
 
@@ -228,10 +231,11 @@ class Parser:
         if end < 0 and not self._last:
             return False
         calls = reader(body, self._tools) if reader is not None else []
+        shown = 0 if reader is not _sent else body.find(ARGUMENTS) + len(ARGUMENTS)  # the rest is Harmony's header
         if end < 0:  # if this is no call, a later one may be
             at = -1 if calls or not self._close else buffer.find(self._close)
             size = len(buffer) if at < 0 else at + len(self._close)
-        found += calls or filter(None, [self._mark + buffer[:size]])
+        found += calls or filter(None, [body[shown:] if shown else self._mark + buffer[:size]])
         self._leave(size, bool(calls))
         return True
 
@@ -249,9 +253,9 @@ class Parser:
             return none
         if GEMMA in form.marks and begin.startswith("call:"):
             return self._quoted_region()
-        if re.match(r"\{|\[\s*\{", begin):
-            end = braces.find(buffer, self._close)
-            return _json, end, end if end < 0 else end + len(self._close)
+        if (sent := self._mark == CALL) or re.match(r"\{|\[\s*\{", begin):
+            end = buffer.find(self._close) if sent else braces.find(buffer, self._close)
+            return _sent if sent else _json, end, end if end < 0 else end + len(self._close)
         if XML in form.marks and begin.startswith(XML):
             return self._xml_region()
         if not (form.bare or form.close) and (head := _NAMED.match(buffer)) is not None:
@@ -281,7 +285,7 @@ class Parser:
 
     def _head(self, reader: Reader | None, body: str) -> re.Match[str] | None:
         """The beginning of a single call of an offered tool, up to its arguments."""
-        head = _HEAD.match(body) if reader is _json else _NAMED.match(body) if reader is _named else None
+        head = _HEAD.match(body) if reader is _json else _NAMED.match(body) if reader in (_named, _sent) else None
         return head if head is not None and head[1] in self._tools else None
 
     def _arguments(self, found: list[Found]) -> bool:
@@ -331,11 +335,8 @@ def _json(body: str, tools: Tools) -> list[Call]:
     calls: list[Call] = []
     at = 0
     try:
-        while at < len(body):
-            if body[at] in " \t\r\n[],;":
-                at += 1
-                continue
-            members, at = _members(body, at)
+        while (gap := _BETWEEN.match(body, at)) and gap.end() < len(body):
+            members, at = _members(body, gap.end())
             calls.append(_call(members, tools))
     except (ValueError, RecursionError):
         return []
@@ -345,6 +346,11 @@ def _json(body: str, tools: Tools) -> list[Call]:
 def _named(body: str, tools: Tools) -> list[Call]:
     """A name before its arguments: `name[ARGS]{...}` (newer Mistral)."""
     return _with_head(_NAMED.match(body), body, tools)
+
+
+def _sent(body: str, tools: Tools) -> list[Call]:
+    """A message to a function, as models/harmony.py gives it out; one without text has no arguments."""
+    return _named(body if body.partition(ARGUMENTS)[2].strip() else body + "{}", tools)
 
 
 def _quoted(body: str, tools: Tools) -> list[Call]:
@@ -377,18 +383,25 @@ def _xml(body: str, tools: Tools) -> list[Call]:
         if function is None or function[1] not in tools:
             return []
         rest, arguments, inner = rest[function.end() :], {}, function[2]
+        if called := _named(function[1] + inner, tools):  # as Llama 3.1 writes it
+            calls, inner = calls + called, ""
+            continue
+        schema = tools[function[1]]
+        named = schema.get("properties")
+        listed = named if named and isinstance(named, dict) else set(re.findall(r"<parameter=\s*([^>\n]+?)\s*>", inner))
+        begun = rf"(?<=\n)(?=<parameter=\s*(?:{'|'.join(map(re.escape, listed))})\s*>)"  # after a part without an end
         while inner.strip():
             part = re.match(
-                r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=<parameter=)|\Z)",
-                inner,
-                re.DOTALL,
+                rf"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|{begun}|\Z)", inner, re.DOTALL
             )
             if part is None or part[1].strip() in arguments:
                 return []
             name, inner = part[1].strip(), inner[part.end() :]
             value = part[2].removeprefix("\n").removesuffix("\n")
-            schema = tools[function[1]]
-            arguments[name] = _typed(value, {"anyOf": _of_property(schema, name)}, schema)
+            forms = _of_property(schema, name)
+            if forms and all(form is False for form in forms):  # the schema forbids it: it may be text of the last one
+                return []
+            arguments[name] = _typed(value, {"anyOf": forms}, schema)
         members = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in arguments.items())
         calls.append(Call(function[1], "{" + ", ".join(members) + "}"))
     return calls
@@ -449,7 +462,7 @@ def _list(value: Any) -> list[Any]:
 
 
 _TOKEN = re.compile(
-    r"""(?P<text>'{3}.*?'{3}|"{3}.*?"{3}|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"""(?P<text>(?P<triple>'{3}.*?'{3}|"{3}.*?"{3})|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"|(?P<call>[A-Za-z_][\w-]*)\s*\(|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>[A-Za-z_]\w*)"
     r"|(?P<open>[(\[{])|(?P<shut>[)\]}])|(?P<last>,(?=\s*[)\]}]))|(?P<other>[-+]?[\d.][\w.+-]*|[,:\s])",
     re.DOTALL,
@@ -471,7 +484,7 @@ def _python(body: str, tools: Tools) -> list[Call]:
                 return []
             at, word = found.end(), found[0]
             if found["text"]:
-                parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if word[:3] in _TRIPLE else word[1:-1])))
+                parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if found["triple"] else word[1:-1])))
             elif found["call"]:
                 parts.append(f'["{found["call"]}",{{')
                 closers.append(_CLOSERS["call"])
@@ -494,9 +507,6 @@ def _python(body: str, tools: Tools) -> list[Call]:
         return []
 
 
-_TRIPLE = ("'" * 3, '"' * 3)
-
-
 def _unescaped(found: re.Match[str]) -> str:
     code = found[1] or found[2] or found[3]
     return chr(int(code, 16)) if code else chr(int(found[4], 8)) if found[4] else _ESCAPED.get(found[5], found[0])
@@ -512,15 +522,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-
-
-def _loads(text: str) -> Any:
-    return _DECODER.decode(text)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)  # int takes no NaN: that is no JSON
+_loads = _DECODER.decode
 
 
 def _text_of(value: Any, text: str = "") -> str:

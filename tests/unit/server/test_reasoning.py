@@ -62,18 +62,21 @@ def test_however_it_is_cut(parser, prompt_end, text, split):
 
 
 def test_harmony_gives_out_calls():
-    """The recipient may stand before the channel; a preamble is text; what follows a call is none of its arguments."""
+    """The recipient may stand before the channel, perhaps bare; a preamble is text, as is what holds no arguments."""
     calls = f'<|channel|>analysis to=functions.get code<|message|>{{"city": "Köln"}}<|call|>{GPT}'
     text = f"{ANALYSIS}hm<|end|>{GPT}<|channel|>commentary<|message|>Look.<|end|>{GPT}{calls}"
     text += ' to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+    text += (
+        f"{GPT} to=add<|channel|>commentary<|message|><|call|>{GPT} to=get<|channel|>commentary<|message|>[x<|call|>"
+    )
     for size in range(1, len(text) + 1):
         harmony, parser = Harmony(GPT), Parser({"get": {}, "add": {}}, FORMATS["openai"])
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [x for i, p in enumerate(pieces) for x in parser.feed(harmony.feed(p, i + 1 == len(pieces))[1])]
         found += parser.end()
-        assert "".join(x for x in found if isinstance(x, str)) == "Look."
+        assert "".join(x for x in found if isinstance(x, str)) == "Look.[x"
         made = [x for x in found if not isinstance(x, str)]
-        assert made == [Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1}')]
+        assert made == [Call("get", '{"city": "Köln"}'), Call("add", '{"a": 1}'), Call("add", "{}")]
 
 
 HARMONY = "{% if tools %}x{% endif %}<|start|>assistant{# <|channel|>analysis<|message|> <|call|> #}"
