@@ -55,9 +55,8 @@ class Harmony:
                 self.end = self._size - len(self._buffer)
             self._parts["text"] += self._shut
             self._open = None
-        self._parts["text"] += (
-            self._buffer.partition("<|")[0] if ended and not self._open else ""
-        )  # no Harmony after all
+        if ended and not self._open:  # no Harmony after all
+            self._parts["text"] += self._buffer.partition("<|")[0]
         return self._parts["reasoning"], self._parts["text"]
 
     def _begin(self, head: str) -> None:
