@@ -17,7 +17,7 @@ def section(name: str) -> str:
     parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
     most = max((num_timed(its) for its in found if its[0]["size"] != "small"), default=0)
     for its in found:
-        if its[0]["size"] != "small" or num_timed(its) > most:
+        if its[0]["size"] != "small" or num_timed(its) > 2 * most:
             parts.append(shown(name, its))
             if name == "rivals":  # no published figures: our own last table
                 table = study.report(its).tables[-1]
