@@ -15,9 +15,8 @@ def section(name: str) -> str:
     """A study's section: its source, what was found on each target, and which sizes are missing."""
     study, found = _runner.load(name), measured(name)
     parts = [f"After {study.source}." if name != "rivals" else f"No publication: {study.source.partition('; ')[2]}."]
-    most = max((num_timed(its) for its in found if its[0]["size"] != "small"), default=0)
     for its in found:
-        if its[0]["size"] != "small" or num_timed(its) > 2 * most:
+        if its[0]["size"] != "small" or len(found) == 1:  # the embedded family stands in for others
             parts.append(shown(name, its))
             if name == "rivals":  # no published figures: our own last table
                 table = study.report(its).tables[-1]
@@ -27,11 +26,6 @@ def section(name: str) -> str:
     if missing:
         parts.append(f"Not run yet: {', '.join(f'{SAID[size]} (`--size {size}`)' for size in missing)}.")
     return "\n\n".join(part if part.startswith("|") else textwrap.fill(part, 120) for part in parts) + "\n"
-
-
-def num_timed(found: list[Record]) -> int:
-    """The number of cells whose speed was measured."""
-    return len({r["cell"] for r in found if "repetitions" in r})
 
 
 def measured(name: str) -> list[list[Record]]:

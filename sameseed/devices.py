@@ -100,8 +100,7 @@ def put_into(there: torch.Tensor, x: torch.Tensor) -> None:
 
 def read(x: torch.Tensor) -> list[Any]:
     """A tensor's numbers as lists. The host waits for the device to compute them."""
-    numbers: list[Any] = x.tolist()
-    return numbers
+    return x.tolist()
 
 
 def wait(device: torch.device) -> None:

@@ -90,8 +90,7 @@ class Ahead:
         self._place = (ctypes.c_char * 0).from_buffer(self.memory)  # keeps the mapping while the thread runs
         self.start = -ctypes.addressof(self._place) % HUGE
         self.size = len(self.memory) - HUGE
-        self.done = 0
-        self._stopped = False
+        self.done, self._stopped = 0, False
         with suppress(OSError):  # a kernel without huge pages: normal pages are used
             self.memory.madvise(mmap.MADV_HUGEPAGE, self.start, self.size)
         self._thread = Thread(target=self._run, daemon=True)

@@ -17,7 +17,7 @@ from types import ModuleType
 from sameseed.errors import RegistryError, nearest
 
 log = logging.getLogger("sameseed")
-WORDS = {"drafters": "drafter", "formats": "number format", "ops": "backend", "studies": "study"}  # for one entry
+WORDS = {"lengths": "policy", "ops": "backend", "quantize": "method", "studies": "study"}  # for one entry, if odd
 
 
 @cache
@@ -32,7 +32,7 @@ def load(registry: str, name: str) -> ModuleType:
     known = names(registry)
     if name not in known:
         there = f"{nearest(name, known)} (there are: {', '.join(known)})"
-        raise RegistryError(f"there is no {WORDS.get(registry, registry)} {name!r}{there}")
+        raise RegistryError(f"there is no {WORDS.get(registry, registry.removesuffix('s'))} {name!r}{there}")
     if (point := _installed(registry).get(name)) is None:
         return importlib.import_module(f"sameseed.{registry}.{name}")
     try:

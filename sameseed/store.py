@@ -34,7 +34,7 @@ SAMPLES, SAMPLE = 64, 64 << 10  # pieces read from each weight file for its dige
 def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Yields a file that takes the place of `path` once it is on the disk; after an error `path` is as it was.
 
-    `mode`: permissions of the file, less the process's umask. Raises OSError where it cannot be written.
+    `mode`: permissions of the file, less the process's umask. Raises OSError that names `path`.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # of its own, if several processes write
     try:
@@ -43,9 +43,11 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             part.unlink()
+        if isinstance(error, OSError) and error.errno:  # of a full disk it names no file, of others the part
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -19,6 +18,7 @@ from sameseed.laws.statistics import bound_text
 from sameseed.measure import certificate as proof
 from sameseed.measure.certificate import Certificate, certify, sizes_text, statistic_text
 from sameseed.measure.workload import DEFAULT_PROMPTS
+from sameseed.store import replacing
 
 EXIT = {"failed": 1, "not shown": 3}  # exit codes by verdict, if not 0
 COLOURS = {  # of a check, or of a whole certificate
@@ -50,20 +50,14 @@ def run(parsed: Parsed[VerifyLosslessArgs]) -> int:
     try:
         keep([found], args.out, args.json)
         if args.html is not None:
-            _write(args.html, proof.render(found))
+            with replacing(args.html) as page:
+                page.write(proof.render(found).encode())
     finally:
         if not args.json:
             _show(certificate, found)
     for written in filter(None, () if args.json else (args.out, args.html)):
         note(f"written: {written}")
     return EXIT.get(certificate.verdict, 0)
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:  # of a full disk: it names no file
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _show(certificate: Certificate, found: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def load_subject(
     loaded = load_parts(asked.model, config, progress)
     limit = config.max_model_len or loaded.target.max_model_len
     if limit < LEAST_CONTEXT:
-        raise ConfigError(f"the checks need a context of {LEAST_CONTEXT} tokens, got {limit}; raise --max-model-len")
+        raise ConfigError(f"checks need {LEAST_CONTEXT} tokens of context or more, got {limit}; raise --max-model-len")
     encoded = [prompt.encode(loaded.tokenizer) for prompt in prompts]
     fitting = [tokens for tokens in encoded if tokens and len(tokens) + asked.max_tokens <= limit]
     if not fitting:
@@ -120,10 +120,10 @@ def load_subject(
         )
     if len(fitting) < len(encoded):
         log.warning("%d of %d prompts fit the context; the others are left out", len(fitting), len(encoded))
+    seed = 1 if params.seed is None else params.seed
     # Checks generate texts of many lengths: min_tokens must not exceed the shortest of them.
     least = min(params.min_tokens, LEAST_TOKENS)
     own = replace(params, max_tokens=asked.max_tokens, min_tokens=least, n=1, logprobs=None)
-    seed = 1 if params.seed is None else params.seed
     subject = Subject(loaded, fitting, own, asked.max_tokens, asked.batch, seed)
     subject.digest = acceptance.weights_digest(subject)
     return subject

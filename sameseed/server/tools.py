@@ -522,7 +522,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)  # int takes no NaN: that is no JSON
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)  # int("NaN") raises ValueError
 _loads = _DECODER.decode
 
 
