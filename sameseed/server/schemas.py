@@ -36,9 +36,9 @@ _FULFILLED: dict[str, Callable[[Any, float], bool]] = {
     "maximum": lambda value, bound: not isinstance(value, int | float) or value <= bound,
 }
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
-SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
-LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-NAMED = ("$defs", "properties", "patternProperties")
+_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("$defs", "properties", "patternProperties")
 KNOWN = {"type"} | _OF_STRINGS | _OF_NUMBERS | _OF_ARRAYS | _OF_OBJECTS | _WHOLE
 # Non-standard keywords that pydantic writes beside anyOf, for the bounds of a union of numbers.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
@@ -50,10 +50,11 @@ _TOO_LARGE = "holds a whole number of more than 64 bits, which cannot be enforce
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
-def check(schema: Any, name: str) -> str:
+def check(schema: Any, name: str, character: str = "") -> str:
     """Check a schema; returns it as text in the compiler's form. Raises ApiError 400 that names the keyword.
 
-    `name`: the request field that holds the schema, which stays as it is.
+    `name`: the request field that holds the schema, which stays as it is. `character`: a pattern of one character of a
+    string, for styles of JSON in which the compiler knows no lengths: they are written as patterns.
     """
     too_long = bad_request(f"{name}: a schema may have {limits.MAX_GRAMMAR} characters, this has more", name)
     if isinstance(schema, str):
@@ -68,14 +69,14 @@ def check(schema: Any, name: str) -> str:
     text = _ENCODER.encode(schema)
     if len(text) > limits.MAX_GRAMMAR:
         raise too_long
-    return _ENCODER.encode(_SchemaWriter(json.loads(text), name).whole())
+    return _ENCODER.encode(_SchemaWriter(json.loads(text), name, character).whole())
 
 
 class _SchemaWriter:
     """Writes a schema anew, without annotations. What its references lead to comes into `$defs` of the new one."""
 
-    def __init__(self, root: dict[str, Any], name: str) -> None:
-        self._root, self._name, self._unions = root, name, Unions(root)
+    def __init__(self, root: dict[str, Any], name: str, character: str) -> None:
+        self._root, self._name, self._character, self._unions = root, name, character, Unions(root)
         self._num_nodes = self._num_values = self._num_patterns = self._num_characters = 0
         self._places: dict[int, str] = {id(root): "#"}  # where references lead in the new schema, by id of their target
         self._open = set[int]()  # ids of the schemas that are being written
@@ -121,7 +122,7 @@ class _SchemaWriter:
         _settle(made)
         # What stands beside a union is written with each of its schemas: count it as often.
         own = [
-            [*v] if k in NAMED and isinstance(v, dict) else v for k, v in made.items() if k not in (*LISTED, *SINGLE)
+            [*v] if k in _NAMED and isinstance(v, dict) else v for k, v in made.items() if k not in (*_LISTED, *_SINGLE)
         ]
         self._num_characters += len(_ENCODER.encode(own))
         if self._num_characters > 4 * limits.MAX_GRAMMAR:
@@ -142,16 +143,16 @@ class _SchemaWriter:
         return made
 
     def _parts(self, node: dict[str, Any], place: str, depth: int) -> None:
-        for key in filter(node.__contains__, LISTED):
+        for key in filter(node.__contains__, _LISTED):
             if not isinstance(node[key], list) or not (node[key] or key == "prefixItems"):
                 raise self._fault(f"{place}.{key}", "must be a list of schemas")
             node[key] = [self._schema(part, f"{place}.{key}[{i}]", depth) for i, part in enumerate(node[key])]
-        for key in filter(node.__contains__, NAMED):
+        for key in filter(node.__contains__, _NAMED):
             if not isinstance(node[key], dict):
                 raise self._fault(f"{place}.{key}", "must be an object of schemas")
             parts = node[key].items()
             node[key] = {name: self._schema(part, f"{place}.{key}.{name[:64]}", depth) for name, part in parts}
-        for key in filter(node.__contains__, SINGLE):
+        for key in filter(node.__contains__, _SINGLE):
             if key == "propertyNames" or node[key] not in (None, False):
                 node[key] = self._schema(node[key], f"{place}.{key}", depth)
 
@@ -235,6 +236,8 @@ class _SchemaWriter:
         elif "format" in node and known in _AS_PATTERNS:
             node["pattern"] = _AS_PATTERNS[known]
             del node["format"]
+        elif self._character and any(type(node.get(key)) is int for key in ("minLength", "maxLength")):
+            node["pattern"] = self._character + _take_lengths(node)
 
     def _pattern(self, pattern: Any, place: str) -> str:
         self._num_patterns += 1
@@ -281,7 +284,7 @@ class _SchemaWriter:
         elif isinstance(values, dict):
             self._string(said, ["string"], place)
             if said.keys() <= {"minLength", "maxLength"}:
-                said = {"pattern": f".{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}"}
+                said = {"pattern": "." + _take_lengths(said)}
             if said.keys() != {"pattern"}:
                 raise self._fault(place, "cannot be enforced beside schemas of properties")
             del node["propertyNames"]
@@ -436,16 +439,18 @@ _NOT_EMPTY = re.compile(rf"\^?(?:{_ONE}|\\.)(?![*?]|\{{[0,])")
 
 def _fold_lengths(node: dict[str, Any]) -> None:
     """Write lengths into the pattern beside them, if it repeats one set of characters; leave out what it implies."""
-    pattern, least, most = str(node["pattern"]), node.get("minLength", 0), node.get("maxLength", "")
+    pattern, least = str(node["pattern"]), node.get("minLength", 0)
     if repeated := _REPEATED.fullmatch(pattern):
-        characters, sign = repeated.groups()
-        if sign == "+" and least == 0:
-            least = 1
-        node["pattern"] = f"^{characters}{{{least},{most}}}$"
-        node.pop("minLength", None)
-        node.pop("maxLength", None)
+        if repeated[2] == "+" and least == 0:
+            node["minLength"] = 1
+        node["pattern"] = f"^{repeated[1]}{_take_lengths(node)}$"
     elif least == 1 and _NOT_EMPTY.match(pattern) and "|" not in pattern:
         del node["minLength"]
+
+
+def _take_lengths(node: dict[str, Any]) -> str:
+    """The lengths of a schema, which loses them, as how often a pattern repeats a character."""
+    return f"{{{node.pop('minLength', 0)},{node.pop('maxLength', '')}}}"
 
 
 _LEAP = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"

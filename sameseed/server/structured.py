@@ -168,10 +168,10 @@ def _calls(
         size += len(json.dumps(schema, ensure_ascii=False))
         if size > limits.MAX_TOOL_SCHEMAS:
             raise bad_request(f"tools: their schemas may have {limits.MAX_TOOL_SCHEMAS} characters in all", "tools")
-        schema = json.loads(schemas.check(schema, "tools"))
+        schema = json.loads(schemas.check(schema, "tools", form.character))
         if not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
             schema = {"type": "object", **schema}
-        content = _json_schema(_patterned(schema) if form.style == "gemma" else schema) | {"style": form.style}
+        content = _json_schema(schema) | {"style": form.style}
         opening = form.begin.replace("NAME", tool.function.name)
         tags.append({"type": "tag", "begin": opening, "content": content, "end": form.end})
     separated = {"type": "tags_with_separator", "separator": form.separator} if "type" not in how else {}
@@ -181,23 +181,6 @@ def _calls(
         calls = {"type": "or", "elements": [calls, other]}
     made = json.dumps({"type": "structural_tag", "format": calls}, ensure_ascii=False)
     return GrammarSource("tag", made, "tools" if beside is None else beside.field)
-
-
-def _patterned(schema: Any) -> Any:
-    """The schema with lengths of strings as patterns: in Gemma's style xgrammar has no lengths beside its quotes."""
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)  # its other keywords may hold values, which stay as they are
-    for key in made.keys() & {*schemas.SINGLE, *schemas.LISTED, *schemas.NAMED}:
-        part = made[key]
-        if key in schemas.NAMED:
-            made[key] = {name: _patterned(one) for name, one in part.items()}
-        else:
-            made[key] = [_patterned(one) for one in part] if isinstance(part, list) else _patterned(part)
-    if not any(type(made.get(key)) is int for key in ("minLength", "maxLength")) or made.keys() & {"pattern", "format"}:
-        return made
-    least, most = made.pop("minLength", 0), made.pop("maxLength", "")
-    return {**made, "pattern": f"^[^<]{{{least},{most}}}$"}
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:

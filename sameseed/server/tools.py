@@ -65,7 +65,8 @@ class CallFormat(NamedTuple):
     `begin`, `end`: around the arguments of a call that a grammar compels; `separator`: between two such calls.
     `bare`: the text itself may begin as a call without a mark; further calls may follow, perhaps after `;`.
     `python`: calls may also be a list in Python.
-    `style`: how compelled arguments are written, as xgrammar names it.
+    `style`: how compelled arguments are written, as xgrammar names it; `character`: a pattern of one character of a
+    string, for a style in which xgrammar knows no lengths.
     `signs`: texts of a chat template that tell this format; if there are none, its marks do.
     """
 
@@ -77,6 +78,7 @@ class CallFormat(NamedTuple):
     bare: bool = False
     python: bool = False
     style: str = "json"
+    character: str = ""
     signs: tuple[str, ...] = ()
 
 
@@ -84,7 +86,9 @@ FORMATS = {  # named as vLLM's parsers
     "qwen3_coder": CallFormat(
         (OPEN, XML), f"{OPEN}\n{XML}NAME>\n", f"\n</function>\n{CLOSE}", "\n", CLOSE, style="qwen_xml", signs=(XML,)
     ),
-    "gemma4": CallFormat((GEMMA,), f"{GEMMA}call:NAME", "<tool_call|>", close="<tool_call|>", style="gemma"),
+    "gemma4": CallFormat(
+        (GEMMA,), f"{GEMMA}call:NAME", "<tool_call|>", close="<tool_call|>", style="gemma", character="[^<]"
+    ),
     "granite": CallFormat(("<|tool_call|>",), '<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
     "openai": CallFormat(  # as models/harmony.py gives out calls
         (CALL,), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
