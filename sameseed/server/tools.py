@@ -127,33 +127,30 @@ def parser_for(template: str | None) -> str | None:
 
 
 class _Braces:
-    """Finds the end of JSON in a text that grows. `depth`: brackets that are open; `at`: characters that were read."""
+    """Finds the end of JSON in a text that grows. `at`: characters that were read."""
 
-    def __init__(self, depth: int = 0) -> None:
-        self.depth, self.at = depth, 0
+    def __init__(self) -> None:
+        self.at = self._depth = 0
         self._quoted = self._escaped = False
 
-    def find(self, text: str, close: str = "", depth: int = 0) -> int:
-        """Where `close` begins, outside of strings; if it is empty, the end of the bracket that returns to `depth`.
-
-        -1 if that has not come yet.
-        """
+    def find(self, text: str, close: str = "") -> int:
+        """Where `close` begins, outside of strings; if it is empty, where the JSON ends. -1 if it has not come yet."""
         for at in range(self.at, len(text)):
-            self.at, character = at, text[at]
+            self.at, character = at, text[at]  # what ends the search is looked at again
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
                 self._escaped, self._quoted = character == "\\", character != '"'
             elif close and close.startswith(text[at : at + len(close)]):
-                return at if text.startswith(close, at) else -1  # it may come: look here again
+                return at if text.startswith(close, at) else -1
             elif character == '"':
                 self._quoted = True
             elif character in "{[":
-                self.depth += 1
+                self._depth += 1
             elif character in "}]":
-                self.depth -= 1
-                if not close and self.depth == depth:
+                if not close and self._depth == 1:
                     return at + 1
+                self._depth -= 1
         self.at = len(text)
         return -1
 
@@ -169,8 +166,8 @@ class Parser:
         self._buffer, self._mark, self._close = "", "", form.close
         self._called = False  # was there a call yet?
         self._bare = True  # only whitespace since the last call, or since the beginning
-        self._braces = _Braces()
-        self._depth = 0  # brackets that are open around arguments that are given out as they arrive
+        self._braces, self._inner = _Braces(), _Braces()  # of the calls that may have begun, of a call's arguments
+        self._given: int | None = None  # up to where arguments were given out, if they are as they arrive
         self._step = self._inside if form.bare else self._outside
         self._last = self._cut = False
 
@@ -215,25 +212,35 @@ class Parser:
         self._mark = "" if mark == XML else mark  # that one is a part of the call
         self._close = END if mark == CALL else FENCES.get(mark, self._form.close)
         self._buffer = self._buffer[at + len(self._mark) :]
-        self._step, self._braces = self._inside, _Braces()
+        self._step, self._braces, self._inner, self._given = self._inside, _Braces(), _Braces(), None
 
     def _inside(self, found: list[Found]) -> bool:
-        """Give out the calls that may have begun once they are whole, or their text once they are none."""
+        """Give out the calls that may have begun once they are whole, or their text once they are none.
+
+        The arguments of a single call that are long are given out as they arrive.
+        """
         buffer, region = self._buffer, self._region()
         if region is None:
             return False
         reader, end, size = region
         body = buffer[:end] if end >= 0 else buffer
         if (head := self._head(reader, body)) is not None:
-            depth, begun = (1 if reader is _json else 0), body[head.end() :]
-            whole = _Braces(depth).find(begun[:LONG], "", depth) >= 0
-            if (len(begun) > LONG and not whole) or (self._cut and end < 0):
+            begin, self._inner.at = head.end(), max(self._inner.at, head.end())
+            shut = self._inner.find(buffer)
+            is_long = len(body) > begin + LONG and not 0 <= shut <= begin + LONG
+            if self._given is None and (is_long or (self._cut and end < 0)):
                 found.append(Call(head[1]))
-                self._buffer, self._braces, self._depth = buffer[head.end() :], _Braces(depth), depth
-                self._step, self._called = self._arguments, True
-                return True
+                self._given = begin
+            if self._given is not None:
+                more = buffer[self._given : shut if shut >= 0 else None]
+                found += [More(more)] if more else []
+                self._given += len(more)
+                end = end if shut >= 0 else -1
         if end < 0 and not self._last:
             return False
+        if self._given is not None:
+            self._leave(len(buffer) if end < 0 else max(size, self._given), True)
+            return True
         calls = reader(body, self._tools) if reader is not None else []
         shown = 0 if reader is not _sent else body.find(ARGUMENTS) + len(ARGUMENTS)  # the rest is Harmony's header
         if end < 0:  # if this is no call, a later one may be
@@ -291,24 +298,6 @@ class Parser:
         """The beginning of a single call of an offered tool, up to its arguments."""
         head = _HEAD.match(body) if reader is _json else _NAMED.match(body) if reader in (_named, _sent) else None
         return head if head is not None and head[1] in self._tools else None
-
-    def _arguments(self, found: list[Found]) -> bool:
-        """Give out a call's arguments as they arrive."""
-        size = self._braces.find(self._buffer, "", self._depth)
-        text = self._buffer if size < 0 else self._buffer[:size]
-        found += [More(text)] if text else []
-        self._buffer, self._braces.at = self._buffer[len(text) :], 0
-        if size >= 0:
-            self._step, self._braces = self._after, _Braces(self._depth)
-        return size >= 0
-
-    def _after(self, found: list[Found]) -> bool:
-        """Pass over the end of a call whose arguments were given out."""
-        close = self._close
-        end = self._braces.find(self._buffer, close) if close or self._depth else 0
-        if end >= 0 or self._last:
-            self._leave(len(self._buffer) if end < 0 else end + len(close), True)
-        return end >= 0
 
     def _leave(self, size: int, called: bool) -> None:
         """Go on behind the buffer's first `size` characters, which were a call or text."""
