@@ -68,6 +68,8 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise bad_request(f"{name} is no JSON: {error.msg} at {where}", code="invalid_json") from None
+    except ValueError as error:  # of the functions below
+        raise bad_request(str(error), code="invalid_json") from None
     except RecursionError:
         raise _too_deep(name) from None
     if not isinstance(value, dict):
@@ -113,31 +115,31 @@ def too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY} bytes", code="body_too_large")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members. Raises ApiError 400 for a key that comes twice: parsers differ in which one they take."""
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members. Raises ValueError for a key that comes twice: parsers differ in which one they take."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise bad_request(f"an object has the key {key[:64]!r} twice; give it once", code="invalid_json")
+            raise ValueError(f"an object has the key {key[:64]!r} twice; give it once")
         made[key] = value
     return made
 
 
 def _number(text: str) -> float:
-    """A number that is not whole. Raises ApiError 400 if it is not finite: JSON has no NaN, and 1e400 is too large."""
+    """A number that is not whole. Raises ValueError if it is not finite: JSON has no NaN, and 1e400 is too large."""
     if not math.isfinite(value := float(text)):
-        raise bad_request("a number is not finite, or too large", code="invalid_json")
+        raise ValueError("a number is not finite, or too large")
     return value
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise bad_request(f"a whole number has more than {MAX_DIGITS} digits", code="invalid_json")
+        raise ValueError(f"a whole number has more than {MAX_DIGITS} digits")
     return int(digits)
 
 
 _parse = json.JSONDecoder(
-    parse_float=_number, parse_constant=_number, parse_int=_whole, object_pairs_hook=_unique
+    parse_float=_number, parse_constant=_number, parse_int=_whole, object_pairs_hook=unique
 ).decode
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sameseed.models.harmony import ARGUMENTS, CALL, END
-from sameseed.server import schemas
+from sameseed.server import limits, schemas
 from sameseed.server.unions import KINDS, target
 
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
@@ -508,14 +508,7 @@ def _unescaped(found: re.Match[str]) -> str:
 # What the readers share. They raise ValueError, and RecursionError for JSON that nests too deeply.
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a key comes twice: one of its values would be lost")
-    return made
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=int)  # int("NaN") raises ValueError
+_DECODER = json.JSONDecoder(object_pairs_hook=limits.unique, parse_constant=int)  # int("NaN") raises ValueError
 _loads = _DECODER.decode
 
 
