@@ -134,17 +134,14 @@ def of_tools(
         why = "contradict each other: beside 'tools' an answer may have a JSON format, where no tool must be called"
         raise bad_request(f"{beside.field} and tools {why}", beside.field)
     if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise bad_request("tool_choice names a function that 'tools' lacks; offer it", "tool_choice")
-        return _calls({"stop_after_first": True, "at_least_one": True}, named[:1], parser)
-    if choice == "required":
+        tools, several = [tool for tool in tools if tool.function.name == choice.function.name][:1], False
         if not tools:
-            raise bad_request("tool_choice is 'required' and there are no 'tools'", "tool_choice")
-        return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser)
-    if choice == "none" or not tools:
+            raise bad_request("tool_choice names a function that 'tools' lacks; offer it", "tool_choice")
+    elif choice == "required" and not tools:
+        raise bad_request("tool_choice is 'required' and there are no 'tools'", "tool_choice")
+    elif choice == "none" or not tools:
         return None
-    if beside is not None:  # the format, or calls
+    if must or beside is not None:  # calls; beside a format either that or calls
         return _calls({"stop_after_first": not several, "at_least_one": True}, tools, parser, beside)
     if not any(tool.function.strict for tool in tools):
         return None
