@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +239,13 @@ async def held(request: Request, gate: Gate) -> AsyncIterator[dict[str, Any]]:
 Count = Callable[[Visit, str, int], None]
 
 
+def _is_closing(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Whether a request has a body after which its connection closes. A client that waits for 100 sends none."""
+    closing = scope.get("http_version") == "1.0" or b"close" in headers.get(b"connection", b"").lower()
+    has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+    return closing and has_body and b"expect" not in headers
+
+
 class Guard:
     """ASGI middleware around the whole application."""
 
@@ -262,6 +269,17 @@ class Guard:
         visit.method = "HEAD" if bare else scope["method"] if scope["method"] in METHODS else "other"
         status = 500
         started = False
+        unread = _is_closing(scope, headers)  # is there a body to read before the connection closes?
+
+        async def listen() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
+
+        async def drop_rest() -> None:
+            while unread:
+                await listen()
 
         async def answer(message: Message) -> None:
             nonlocal status, started
@@ -272,11 +290,17 @@ class Guard:
                 message = {**message, "headers": more}
             elif bare and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
+            if unread and message["type"] == "http.response.body" and not message.get("more_body"):
+                # To close now would reset the connection, and a client that still sends would lose the answer.
+                await send({**message, "more_body": True})
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(drop_rest(), limits.BODY_TIMEOUT)
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         try:
             self._admit(scope, headers, visit)
-            await self._app(scope, receive, answer)
+            await self._app(scope, listen, answer)
         except ApiError as error:
             if not started:
                 await error_response(error, visit)(scope, receive, answer)

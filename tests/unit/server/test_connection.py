@@ -8,7 +8,8 @@ import pytest
 import uvicorn
 from fixtures_server import until
 
-from sameseed.server import connection, run
+from sameseed.server import connection, limits, run
+from sameseed.server.config import ServerConfig
 
 HOST = b"Host: localhost\r\n"
 GET = b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -44,9 +45,32 @@ async def address():
     await serving
 
 
+@pytest.mark.parametrize("length", [b"Content-Length: 9437184\r\n", b"Transfer-Encoding: chunked\r\n"])
+async def test_who_sends_too_much_and_then_reads_is_told(length):
+    """The rest of the body is read and dropped before the connection closes, or the answer would be lost."""
+
+    async def app(scope, receive, send):
+        await receive()
+        raise limits.too_large()
+
+    guard, listener = connection.Guard(app, ServerConfig(), lambda *_: None), run.bind("127.0.0.1", 0)
+    config = uvicorn.Config(guard, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
+    server = run._Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    body = b"x" * (9 * 2**20)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if b"chunked" in length else body
+    try:
+        got = await said(listener.getsockname(), POST + b"Connection: close\r\n" + length + b"\r\n" + body, False)
+    finally:
+        server.should_exit = True
+        await serving
+    assert got.startswith(b"HTTP/1.1 413") and b"body_too_large" in got
+
+
 async def said(address, sent, half_close=True):
     reader, writer = await asyncio.open_connection(*address)
     writer.write(sent)
+    await writer.drain()
     if half_close:
         writer.write_eof()
     try:
