@@ -10,9 +10,8 @@ from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.unions import KINDS, Unions, are_apart, listed_values, target, telling
+from sameseed.server.unions import TYPES, Unions, are_apart, enumerated, listed_values, target, telling, values_fit
 
-TYPES = set(KINDS.values())
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
 # grammar compiler would ignore them.
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
@@ -131,7 +130,7 @@ class _SchemaWriter:
             raise self._fault(f"{place}.{unknown[0]}", "is a keyword that cannot be enforced; leave it out")
         if whole := min(made.keys() & _WHOLE, default=None):
             others = sorted(made.keys() - {whole})
-            if others and not (others == ["type"] and whole in ("enum", "const") and _typed(made, whole)):
+            if others and not (others == ["type"] and whole in ("enum", "const") and values_fit(made)):
                 raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
             self._whole(whole, made, f"{place}.{whole}")
         else:
@@ -360,8 +359,7 @@ def _modernize(node: dict[str, Any]) -> None:
 
 def _settle(node: dict[str, Any]) -> None:
     """Leave out what all listed values fulfil."""
-    values = node.get("enum", [node["const"]] if "const" in node else None)
-    if not isinstance(values, list):
+    if (values := enumerated(node)) is None:
         return
     node.pop("format", None)  # beside values it is a comment
     for key in node.keys() & _FULFILLED.keys():
@@ -492,12 +490,3 @@ def _exact(value: Any) -> bool:
 
 def _are_types(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)
-
-
-def _typed(node: dict[str, Any], key: str) -> bool:
-    values = node["enum"] if key == "enum" else [node["const"]]
-    types = [node["type"]] if isinstance(node["type"], str) else node["type"]
-    if not _are_types(types) or not isinstance(values, list):
-        return False
-    wanted = {*types, *(("integer",) if "number" in types else ())}
-    return all(KINDS[type(v)] in wanted for v in values)

@@ -18,7 +18,7 @@ import msgspec
 
 from sameseed.models.harmony import ARGUMENTS, CALL, END
 from sameseed.server import limits, schemas
-from sameseed.server.unions import KINDS, target
+from sameseed.server.unions import KINDS, enumerated, said_types, target
 
 OPEN, CLOSE, XML = "<tool_call>", "</tool_call>", "<function="
 GEMMA, QUOTE = "<|tool_call>", '<|"|>'  # what opens a call of Gemma 4, and what stands around its strings
@@ -402,7 +402,9 @@ def _xml(body: str, tools: Tools) -> list[Call]:
 
 def _typed(text: str, schema: Any, root: Any) -> str:
     """A value in XML as JSON: as it is where its schema asks for something else than a string, and the text is that."""
-    kinds, word = _kinds(schema, root), text.strip()
+    kinds, word = set[str](), text.strip()
+    for form in _forms(schema, root):
+        kinds |= said_types(form) | said_types({"type": form.get("type")})
     word = _WORDS.get(word, word)
     with suppress(ValueError, RecursionError):
         value = _loads(word)
@@ -412,7 +414,7 @@ def _typed(text: str, schema: Any, root: Any) -> str:
         if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
             return _text_of(value, word)
     for form in _forms(schema, root):  # spaces around a listed value, or one of a format, are no part of it
-        values = [*_list(form.get("enum")), form.get("const")]
+        values = enumerated(form) or ()
         if text not in values and (text.strip() in values or str(form.get("format")) in schemas.FORMATS):
             return json.dumps(text.strip(), ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
@@ -428,16 +430,6 @@ def _of_property(schema: Any, name: str) -> list[Any]:
     return found
 
 
-def _kinds(schema: Any, root: Any) -> set[str]:
-    kinds = set[str]()
-    for form in _forms(schema, root):
-        said = form.get("type", [])
-        kinds |= {kind for kind in [said, *_list(said)] if isinstance(kind, str)}
-        values = [*_list(form.get("enum")), *([form["const"]] if "const" in form else [])]
-        kinds |= {KINDS[type(value)] for value in values}
-    return kinds
-
-
 def _forms(schema: Any, root: Any) -> Iterator[dict[str, Any]]:
     """A schema and those in its unions and behind its references, each once."""
     seen, waiting = set[int](), [schema]
@@ -446,12 +438,9 @@ def _forms(schema: Any, root: Any) -> Iterator[dict[str, Any]]:
         if isinstance(form, dict) and id(form) not in seen:
             seen.add(id(form))
             yield form
-            waiting += [part for key in ("anyOf", "oneOf", "allOf") for part in _list(form.get(key))]
+            unions = [form.get(key) for key in ("anyOf", "oneOf", "allOf")]
+            waiting += [part for union in unions if isinstance(union, list) for part in union]
             waiting.append(target(root, form.get("$ref")))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 _TOKEN = re.compile(

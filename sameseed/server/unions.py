@@ -12,9 +12,10 @@ from sameseed.server import limits
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 KINDS |= {list: "array", dict: "object"}
+TYPES = {*KINDS.values()}
 ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
 ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions", "discriminator", "externalDocs", "xml"}
-_APART = {*KINDS.values()} - {"integer"}  # types that share no value
+_APART = TYPES - {"integer"}  # types that share no value
 _MERGED = {"type", "properties", "required", "additionalProperties"}
 _TYPED = {"type", "nullable", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # keywords that decide a value's type
 _ESCAPED = re.compile("(?:%[0-9A-Fa-f]{2})+")
@@ -93,8 +94,7 @@ class Unions:
     def spread_type(self, node: dict[str, Any], key: str) -> None:
         """Write the type beside a union into its schemas, if it says the same there."""
         said, forms = node["type"], node[key]
-        types = {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
-        types |= {"integer"} if "number" in types else set()
+        types = _allowed_types(said)
         free = [isinstance(form, dict) and not form.keys() & _TYPED for form in forms]
         others = [form for form, is_free in zip(forms, free, strict=True) if not is_free]
         if all(types_of(plain) <= types for form in others for plain in self.plain(form)) and self._num_left >= 0:
@@ -202,14 +202,30 @@ def _kind(value: Any) -> str:
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else KINDS[type(value)]
 
 
+def said_types(form: Any) -> set[str]:
+    """The types that a schema names: those of the values that it lists, or its `type`; none if it has neither."""
+    if (values := enumerated(form)) is not None:
+        return {KINDS[type(value)] for value in values}
+    said = form.get("type") if isinstance(form, dict) else None
+    return {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
+
+
 def types_of(form: Any) -> set[str]:
     """The types of a schema's values; all of them if it does not say."""
-    if (values := _enumerated(form)) is not None:
-        return {KINDS[type(value)] for value in values}
-    said = form.get("type") if isinstance(form, dict) and not form.get("nullable") else None
-    said = [said] if isinstance(said, str) else said
-    known = isinstance(said, list) and all(isinstance(kind, str) for kind in said)
-    return {*said} if known and said else {*KINDS.values()}
+    is_nullable = isinstance(form, dict) and form.get("nullable") and enumerated(form) is None
+    return (not is_nullable and said_types(form)) or TYPES
+
+
+def _allowed_types(said: Any) -> set[str]:
+    """The types of values that a `type` allows: an integer is a number."""
+    types = said_types({"type": said})
+    return types | {"integer"} if "number" in types else types
+
+
+def values_fit(node: dict[str, Any]) -> bool:
+    """Whether the values that a schema lists are all of the `type` beside them."""
+    types = _allowed_types(node["type"])
+    return types <= TYPES and said_types(node) <= types
 
 
 def _kinds(form: Any) -> set[str]:
@@ -219,13 +235,14 @@ def _kinds(form: Any) -> set[str]:
 
 def listed_values(forms: list[Any]) -> set[Value]:
     """The values that schemas list; empty if one of them allows others, or lists an array or an object."""
-    listed = [_enumerated(form) for form in forms]
+    listed = [enumerated(form) for form in forms]
     if any(values is None or any(isinstance(value, dict | list) for value in values) for values in listed):
         return set()
     return {(_kind(value), value) for values in listed for value in values or ()}
 
 
-def _enumerated(form: Any) -> list[Any] | None:
+def enumerated(form: Any) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
     if not isinstance(form, dict):
         return None
     values = form.get("enum", [form["const"]] if "const" in form else None)
