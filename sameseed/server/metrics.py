@@ -72,13 +72,11 @@ class ServerMetrics(Collector):
         self.prefill = histogram("request_prefill_time_seconds", "from then to its first token", _FIRST)
         self.inference = histogram("request_inference_time_seconds", "from when it first ran to its last token", _WHOLE)
         self.decode = histogram("request_decode_time_seconds", "from its first token to its last", _WHOLE)
-        self.lengths = {
-            "prompt": histogram("request_prompt_tokens", "tokens of a request's prompts", _TOKENS),
-            "written": histogram("request_generation_tokens", "tokens that a request got", _TOKENS),
-            "longest": histogram("request_max_num_generation_tokens", "of its longest answer", _TOKENS),
-            "most": histogram("request_params_max_tokens", "tokens that a request may get", _TOKENS),
-            "choices": histogram("request_params_n", "answers that a request wants", _CHOICES),
-        }
+        self.prompts = histogram("request_prompt_tokens", "tokens of a request's prompts", _TOKENS)
+        self.outputs = histogram("request_generation_tokens", "tokens that a request got", _TOKENS)
+        self.longest = histogram("request_max_num_generation_tokens", "of its longest answer", _TOKENS)
+        self.max_tokens = histogram("request_params_max_tokens", "tokens that a request may get", _TOKENS)
+        self.num_answers = histogram("request_params_n", "answers that a request wants", _CHOICES)
         self._cached = counter("prompt_tokens_cached", "tokens of prompts that the prefix cache had").labels(model_name)
         self._model_name, self._client, self._gate = model_name, client, gate
         self.registry.register(self)
@@ -100,15 +98,11 @@ class ServerMetrics(Collector):
                 self.prefill.observe(max(0.0, m.time_to_first_token - m.queue_time))
                 self.decode.observe(max(0.0, m.total_time - m.time_to_first_token))
                 self.inference.observe(max(0.0, m.total_time - m.queue_time))
-        sizes = {
-            "prompt": reply.num_prompt_tokens,
-            "written": reply.num_output_tokens,
-            "longest": max(len(c.token_ids) for c in reply.choices),
-            "most": reply.add.params.max_tokens,
-            "choices": len(reply.choices) // len(reply.prompts),
-        }
-        for name, size in sizes.items():
-            self.lengths[name].observe(size)
+        self.prompts.observe(reply.num_prompt_tokens)
+        self.outputs.observe(reply.num_output_tokens)
+        self.longest.observe(max(len(c.token_ids) for c in reply.choices))
+        self.max_tokens.observe(reply.add.params.max_tokens)
+        self.num_answers.observe(len(reply.choices) // len(reply.prompts))
 
     def collect(self) -> Iterator[Metric]:
         """The engine's counters, as of its last heartbeat."""
