@@ -29,6 +29,12 @@ Tokens = list[TokenId]
 Prompt = list[str | list[int]] | Render  # texts or token ids, or a conversation
 
 
+class ModelFields(Fields):
+    """Base of every route's fields: the model's name, if the client gives it."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+
+
 class SpeculationFields(Fields, extra="forbid"):
     """A request's own policy and maximum of draft tokens per round. They never change the text."""
 
@@ -42,13 +48,12 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class Common(Fields):
+class Common(ModelFields):
     """Fields of every route that generates text."""
 
     usual: ClassVar[int | None] = None  # tokens of an answer without a limit; None: as many as fit
     limited_by: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")  # the first that is given counts
 
-    model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST), WHOLE] | None = None
@@ -277,19 +282,17 @@ class ResponseFields(Common):
         return source is None and self.choice is None
 
 
-class TokenizeFields(Fields):
+class TokenizeFields(ModelFields):
     """POST /tokenize of a text."""
 
-    model: Annotated[str, Field(max_length=256)] | None = None
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class TokenizeChatFields(Templated):
+class TokenizeChatFields(ModelFields, Templated):
     """POST /tokenize of a conversation, as the chat template writes it."""
 
-    model: Annotated[str, Field(max_length=256)] | None = None
     messages: Messages
     return_token_strs: bool | None = None
 
@@ -297,10 +300,9 @@ class TokenizeChatFields(Templated):
         return Render(plain(self.messages), [], self.options)
 
 
-class DetokenizeFields(Fields):
+class DetokenizeFields(ModelFields):
     """POST /detokenize."""
 
-    model: Annotated[str, Field(max_length=256)] | None = None
     tokens: Tokens
 
 
