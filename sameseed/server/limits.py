@@ -56,10 +56,8 @@ def parse_object(raw: bytes, name: str = "the body") -> dict[str, Any]:
     """Parse the JSON object of a request's body, or of a text in the body. `name`: what errors call it.
 
     Numbers stay as `json.loads` reads them. Raises ApiError 400 for anything else, also a key that comes twice in an
-    object, and 413 for a body beyond the limit.
+    object. Who reads a body limits its size: see `connection.held`.
     """
-    if len(raw) > MAX_BODY:
-        raise too_large()
     check_values(raw, f"{name} holds")
     try:
         value = _parse(raw.decode("utf-8-sig"))  # some editors write a byte order mark
