@@ -206,7 +206,7 @@ def said_types(form: Any) -> set[str]:
     """The types that a schema names: those of the values that it lists, or its `type`; none if it has neither."""
     if (values := enumerated(form)) is not None:
         return {KINDS[type(value)] for value in values}
-    said = form.get("type") if isinstance(form, dict) else None
+    said: Any = form.get("type") if isinstance(form, dict) else None
     return {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
 
 

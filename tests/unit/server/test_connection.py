@@ -3,12 +3,15 @@
 import asyncio
 import socket
 import struct
+from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
 from fixtures_server import until
 
-from sameseed.server import connection, limits, run
+from sameseed.server import connection, run
+from sameseed.server.app import create_app
+from sameseed.server.client import EngineClient
 from sameseed.server.config import ServerConfig
 
 HOST = b"Host: localhost\r\n"
@@ -18,6 +21,18 @@ H2C = GET[:-2] + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n" 
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 WAITS = {"/slow": 1.2, "/long": 60.0}  # seconds until the answer, unless the client leaves
 BODY, CHUNKS = b"hello", b"5\r\nhello\r\n0\r\n\r\n"
+
+
+@asynccontextmanager
+async def served(app):
+    """The address of a server of this application."""
+    listener = run.bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
+    server = run._Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    yield listener.getsockname()
+    server.should_exit = True
+    await serving
 
 
 @pytest.fixture
@@ -36,34 +51,19 @@ async def address():
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    listener = run.bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
-    server = run._Server(config)
-    serving = asyncio.create_task(server.serve([listener]))
-    yield listener.getsockname(), ends
-    server.should_exit = True
-    await serving
+    async with served(app) as made:
+        yield made, ends
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 9437184\r\n", b"Transfer-Encoding: chunked\r\n"])
 async def test_who_sends_too_much_and_then_reads_is_told(length):
     """The rest of the body is read and dropped before the connection closes, or the answer would be lost."""
-
-    async def app(scope, receive, send):
-        await receive()
-        raise limits.too_large()
-
-    guard, listener = connection.Guard(app, ServerConfig(), lambda *_: None), run.bind("127.0.0.1", 0)
-    config = uvicorn.Config(guard, http=connection.Patient, lifespan="off", log_config=None, access_log=False)
-    server = run._Server(config)
-    serving = asyncio.create_task(server.serve([listener]))
+    app, _ = create_app(EngineClient("x", {}), ServerConfig())
+    head = POST.replace(b" / ", b" /tokenize ") + b"Connection: close\r\nContent-Type: application/json\r\n"
     body = b"x" * (9 * 2**20)
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if b"chunked" in length else body
-    try:
-        got = await said(listener.getsockname(), POST + b"Connection: close\r\n" + length + b"\r\n" + body, False)
-    finally:
-        server.should_exit = True
-        await serving
+    async with served(app) as address:
+        got = await said(address, head + length + b"\r\n" + body, half_close=False)
     assert got.startswith(b"HTTP/1.1 413") and b"body_too_large" in got
 
 

@@ -132,8 +132,7 @@ def test_other_machines_need_a_key():
 
 
 async def test_bad_settings():
-    bad = ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"reasoning_parser": "x"})
-    for settings in bad:
+    for settings in ({"port": 70000}, {"max_queue": -1}, {"request_timeout": 0.0}, {"reasoning_parser": "x"}):
         with pytest.raises(ConfigError):
             ServerConfig(**settings)
 

@@ -299,6 +299,11 @@ WRITTEN = [
     ({"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 2}, ['[1,"a"]'], ["[1]", '["a",1]']),
     ({"type": "array", "items": {"$ref": "#/$defs/any"}, "$defs": {"any": {"type": "array"}}}, ["[[1]]"], ["[1]"]),
     ({"type": "object", "maxProperties": 1}, ["{}", '{"a":1}'], ['{"a":1,"b":2}']),
+    ({"title": "T", "x-a": 3, "anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}, ["1", "null"], [""]),
+    ({"const": 3, "type": "number"}, ["3"], ["4"]),
+    ({"type": ["string", "null"], "minLength": 1}, ['"a"', "null"], ['""']),
+    ({"type": "number", "maximum": 2**70, "default": 2**70}, ["1.5"], ["a"]),
+    (NAMED | {"minProperties": 1}, ['{"a":1}'], ["{}", '{"a":"x"}']),
     ({"type": "object", "required": []}, ["{}", '{"a":[1]}'], ["[]"]),
     ({"type": ["string", "object"], "maxLength": 1}, ['"a"', '{"a":"bc"}'], ['"ab"']),
     ({"type": "integer", "format": "int32", "minimum": 0.0}, ["5"], ["-1", "1.5"]),
@@ -385,7 +390,9 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("schema", "taken", "refused"), WRITTEN)
 def test_schemas_mean_what_they_say(words, schema, taken, refused):
+    before = json.dumps(schema)
     matched = words.matched(words.language(words.compiled("json", schemas.check(schema, "response_format"))))
+    assert json.dumps(schema) == before, "the template sees the schema as it came"
     for text in (*taken, *refused):
         tokens = [words.vocabulary.pieces.index(bytes([byte])) for byte in text.encode()]
         assert matched.allowed(tokens, ())[EOS] == (text in taken), text

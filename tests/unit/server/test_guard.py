@@ -106,10 +106,8 @@ async def test_errors_have_one_shape_everywhere(open_):
     for path in (*WRITING, "/tokenize", "/detokenize"):
         is_error(await open_.post(path, content=b"prompt=x"), 415)
         is_error(await open_.post(path, content=b"x", headers={"content-type": "text/plain"}), 415)
-        is_error(await open_.post(path, content=b"{", headers={"content-type": "application/json"}), 400)
-        is_error(await open_.post(path, json=[]), 400)
-        is_error(await open_.post(path, json={}), 400)
-        is_error(await open_.post(path, content=b'{"a": NaN}', headers={"content-type": "application/json"}), 400)
+        for body in (b"{", b"[]", b"{}", b'{"a": NaN}'):
+            is_error(await open_.post(path, content=body, headers={"content-type": "application/json"}), 400)
     packed = {"content-type": "application/json", "content-encoding": "gzip"}
     is_error(await open_.post("/detokenize", content=b"{}", headers=packed), 415)
 
@@ -118,12 +116,6 @@ async def test_large_bodies_are_refused_before_they_are_read(open_):
     json_type = {"content-type": "application/json"}
     for length in (str(MAX_BODY + 1), "9" * 30, "-1", "x"):
         is_error(await open_.post("/tokenize", content=b"{}", headers={**json_type, "content-length": length}), 413)
-
-    async def endless():
-        for _ in range(MAX_BODY // 2**20 + 2):
-            yield b" " * 2**20
-
-    is_error(await open_.post("/tokenize", content=endless(), headers=json_type), 413)
     is_error(await open_.get("/version", headers={f"x-{i}": "1" for i in range(200)}), 400)
 
 

@@ -133,20 +133,6 @@ def test_schemas_that_cannot_be_enforced(word, schema):
     assert caught.value.param == "response_format"
 
 
-ACCEPTED = [
-    NAME, {"type": "object", "additionalProperties": True},
-    {"title": "T", "x-order": 3, "anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-    {"enum": ["a", "b"], "type": "string"}, {"const": 3, "type": "number"},
-    {"type": ["string", "null"], "minLength": 1}, {"type": "string", "pattern": r"^[^\n\"]+\d{3}\.[a-z]$"},
-    {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
-    {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
-    {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
-    {"type": "string", "minLength": 1.0, "maxLength": 3.0}, {"type": "number", "maximum": 2**70, "default": 2**70},
-    nested(limits.MAX_SCHEMA_DEPTH - 1),
-]  # fmt: skip
-
-
 class Square(BaseModel):
     kind: Literal["square"] = "square"
     side: int
@@ -189,13 +175,6 @@ def test_one_of_what_nothing_tells_apart_stays(told):
     assert json.loads(schemas.check({**schema, "discriminator": {"propertyName": "kind"}}, "x"))["oneOf"]
 
 
-@pytest.mark.parametrize("schema", ACCEPTED)
-def test_schemas_that_can(schema):
-    before = json.dumps(schema)
-    assert json.loads(schemas.check(schema, "x"))  # what it means: see test_grammars.py
-    assert json.dumps(schema) == before, "the template sees the schema as it came"
-
-
 def test_whatever_a_schema_holds_it_is_taken_or_refused():
     """Random values under every keyword must not cause an internal error."""
     rng = random.Random(1)
@@ -225,6 +204,7 @@ def test_a_long_chain_of_references_is_followed():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1500)}
     schema = {"oneOf": [{"$ref": "#/$defs/a0"}, {"type": "string"}], "$defs": {**chain, "a1500": {"type": "null"}}}
     assert "anyOf" in json.loads(schemas.check(schema, "x"))
+    assert schemas.check(nested(limits.MAX_SCHEMA_DEPTH - 1), "x")
 
 
 def test_lengths_are_patterns_in_gemmas_style_and_values_stay():
