@@ -241,7 +241,10 @@ class Parser:
         if self._given is not None:
             self._leave(len(buffer) if end < 0 else max(size, self._given), True)
             return True
-        calls = reader(body, self._tools) if reader is not None else []
+        calls: list[Call] = []
+        if reader is not None:
+            with suppress(ValueError, LookupError, TypeError, RecursionError):  # it is no call
+                calls = reader(body, self._tools)
         shown = 0 if reader is not _sent else body.find(ARGUMENTS) + len(ARGUMENTS)  # the rest is Harmony's header
         if end < 0:  # if this is no call, a later one may be
             at = -1 if calls or not self._close else buffer.find(self._close)
@@ -320,19 +323,17 @@ class Parser:
         return True
 
 
-# The readers. Each gives no call at all where a part is none of an offered tool, or where arguments would be lost.
+# The readers. Each gives no call at all where a part is none of an offered tool, or where arguments would be lost; or
+# it fails as the functions below do, which means the same.
 
 
 def _json(body: str, tools: Tools) -> list[Call]:
     """Calls as JSON objects, one after the other or in a list (Hermes, Qwen, Llama 3, Granite, Mistral)."""
     calls: list[Call] = []
     at = 0
-    try:
-        while (gap := _BETWEEN.match(body, at)) and gap.end() < len(body):
-            members, at = _members(body, gap.end())
-            calls.append(_call(members, tools))
-    except (ValueError, RecursionError):
-        return []
+    while (gap := _BETWEEN.match(body, at)) and gap.end() < len(body):
+        members, at = _members(body, gap.end())
+        calls.append(_call(members, tools))
     return calls
 
 
@@ -353,11 +354,10 @@ def _quoted(body: str, tools: Tools) -> list[Call]:
 
 
 def _with_head(head: re.Match[str] | None, body: str, tools: Tools) -> list[Call]:
-    with suppress(ValueError, RecursionError):
-        if head is not None and head[1] in tools:
-            arguments = body[head.end() :].strip()
-            return [Call(head[1], _object(_loads(arguments), arguments))]
-    return []
+    if head is None or head[1] not in tools:
+        return []
+    arguments = body[head.end() :].strip()
+    return [Call(head[1], _object(_loads(arguments), arguments))]
 
 
 def _as_json(found: re.Match[str]) -> str:
@@ -459,34 +459,31 @@ def _python(body: str, tools: Tools) -> list[Call]:
     """Calls as a list in Python, `[f(a=1), g()]`: rewritten as JSON word by word, and read as that."""
     body = re.sub(r"(?:\s*<\|\w+\|>)*\s*\Z", "", body)
     parts, closers, at = list[str](), list[str](), 0
-    try:
-        while at < len(body):
-            found = _TOKEN.match(body, at)
-            if found is None or (found["call"] and len(closers) != 1) or (found["key"] and closers[-1] != ")}]"):
+    while at < len(body):
+        found = _TOKEN.match(body, at)
+        if found is None or (found["call"] and len(closers) != 1) or (found["key"] and closers[-1] != ")}]"):
+            return []
+        at, word = found.end(), found[0]
+        if found["text"]:
+            parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if found["triple"] else word[1:-1])))
+        elif found["call"]:
+            parts.append(f'["{found["call"]}",{{')
+            closers.append(_CLOSERS["call"])
+        elif found["key"]:
+            parts.append(f'"{found["key"]}":')
+        elif found["open"]:
+            parts.append("{" if word == "{" else "[")
+            closers.append(_CLOSERS[word])
+        elif found["shut"]:
+            closer = closers.pop()
+            if closer[0] != word:
                 return []
-            at, word = found.end(), found[0]
-            if found["text"]:
-                parts.append(json.dumps(_ESCAPE.sub(_unescaped, word[3:-3] if found["triple"] else word[1:-1])))
-            elif found["call"]:
-                parts.append(f'["{found["call"]}",{{')
-                closers.append(_CLOSERS["call"])
-            elif found["key"]:
-                parts.append(f'"{found["key"]}":')
-            elif found["open"]:
-                parts.append("{" if word == "{" else "[")
-                closers.append(_CLOSERS[word])
-            elif found["shut"]:
-                closer = closers.pop()
-                if closer[0] != word:
-                    return []
-                parts.append(closer[1:])
-            elif not found["last"]:
-                parts.append(_WORDS[word] if found["word"] else word)
-        calls = _loads("".join(parts))
-        whole = all(isinstance(c, list) and len(c) == 2 and c[0] in tools and isinstance(c[1], dict) for c in calls)
-        return [Call(name, _object(arguments, _text_of(arguments))) for name, arguments in calls] if whole else []
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return []
+            parts.append(closer[1:])
+        elif not found["last"]:
+            parts.append(_WORDS[word] if found["word"] else word)
+    calls = _loads("".join(parts))
+    whole = all(isinstance(c, list) and len(c) == 2 and c[0] in tools and isinstance(c[1], dict) for c in calls)
+    return [Call(name, _object(arguments, _text_of(arguments))) for name, arguments in calls] if whole else []
 
 
 def _unescaped(found: re.Match[str]) -> str:
