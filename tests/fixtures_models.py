@@ -123,8 +123,8 @@ def _rope(**changes):
 
 def _one_tap(model):
     for layer in model.weights.layers:
-        if layer.conv is not None:
-            layer.conv[:-1] = 0
+        if layer.mixer is not None:
+            layer.mixer[:-1] = 0
 
 
 def _drop(*names):

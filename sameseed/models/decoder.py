@@ -15,9 +15,9 @@ from torch import Tensor
 from sameseed.batch import Batch, Steps
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only, mlp_shapes
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import ModelWeights, rope_table
+from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import Grown, Ops, Results, RowSource, StateLayer, normed_rows
 
@@ -118,7 +118,13 @@ class Decoder(Runnable):
 
     @classmethod
     def layer_shapes(cls, config: Any, layer: int) -> Shapes:
-        return layer_shapes(config, f"model.layers.{layer}", cls.norms)
+        at = f"model.layers.{layer}"
+        return layer_shapes(config, at, cls.norms, feed_forward=cls.mlp_shapes(config, at))
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
+        """Of the feed-forward network of the layer whose tensors' names begin with `at`."""
+        return mlp_shapes(config, f"{at}.mlp")
 
     @classmethod
     def spare(cls, config: Any) -> Seq[str]:
@@ -141,9 +147,19 @@ class Decoder(Runnable):
         return ModelWeights(embedding, layers, norm, head, dense)
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> Any:
-        """Weights of one layer, an object with `matrices` as LayerWeights; layers are read side by side."""
-        return reader.layer(f"model.layers.{layer}")
+    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
+        """Weights of one layer; layers are read side by side."""
+        return LayerWeights(**cls.read_mixer(reader, layer), **cls.read_mlp(reader, f"model.layers.{layer}"))
+
+    @classmethod
+    def read_mixer(cls, reader: WeightReader, layer: int) -> dict[str, Any]:
+        """The fields of a layer's attention, or of what stands in its place."""
+        return reader.attention(f"model.layers.{layer}")
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
+        """The fields of a layer's feed-forward network."""
+        return reader.mlp(at)
 
     def __init__(
         self,

@@ -246,7 +246,7 @@ class Gemma(Decoder):
     @classmethod
     def layer_shapes(cls, config: GemmaConfig, layer: int) -> Shapes:
         at, c = f"model.layers.{layer}", config.layers[layer]
-        shapes = layer_shapes(c, at, cls.norms)
+        shapes = layer_shapes(c, at, cls.norms, feed_forward=cls.mlp_shapes(c, at))
         if config.is_fourth:
             shapes[f"{at}.layer_scalar"] = (1,)
         if config.per_layer:
@@ -281,7 +281,7 @@ class Gemma(Decoder):
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaLayer:
         at, c = f"model.layers.{layer}", reader.config
-        usual = vars(reader.layer(at))
+        usual = {**cls.read_mixer(reader, layer), **cls.read_mlp(reader, at)}
         own = {
             "attention_out": usual["post_norm"],
             "post_norm": reader.norm(f"{at}.pre_feedforward_layernorm"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sameseed.models.config import mlp_shapes
 from sameseed.models.gemma import Gemma, GemmaConfig, GemmaLayer
 from sameseed.models.qwen3_moe import Mixture, MoeConfig, with_experts
 from sameseed.models.weights import Shapes, WeightReader
@@ -42,21 +43,28 @@ class GemmaMoe(Mixture, Gemma):
 
     @classmethod
     def layer_shapes(cls, config: Any, layer: int) -> Shapes:
-        c, at = config, f"model.layers.{layer}"
-        norms = {f"{at}.{name}.weight": (c.hidden_size,) for name in NORMS}
-        scales = {f"{at}.router.scale": (c.hidden_size,), f"{at}.router.per_expert_scale": (c.num_experts,)}
-        return {**super().layer_shapes(c, layer), **cls.expert_shapes(c, at), **norms, **scales}
+        at = f"model.layers.{layer}"
+        norms = {f"{at}.{name}.weight": (config.hidden_size,) for name in NORMS}
+        scales = {f"{at}.router.scale": (config.hidden_size,), f"{at}.router.per_expert_scale": (config.num_experts,)}
+        return {**super().layer_shapes(config, layer), **norms, **scales}
+
+    @classmethod
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
+        return {**mlp_shapes(config, f"{at}.mlp"), **super().mlp_shapes(config, at)}
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
+        factors = reader.vector(f"{at}.router.per_expert_scale")
+        experts = replace(cls.read_experts(reader, at), act="gelu", factors=factors)
+        return {**reader.mlp(at), "experts": experts}
 
     @classmethod
     def read_layer(cls, reader: WeightReader, layer: int) -> GemmaMoeLayer:
-        c, at = reader.config, f"model.layers.{layer}"
-        factors = reader.vector(f"{at}.router.per_expert_scale")
-        experts = replace(cls.read_experts(reader, at), act="gelu", factors=factors)
-        base = replace(super().read_layer(reader, layer), experts=experts)
+        at = f"model.layers.{layer}"
         return GemmaMoeLayer(
-            **vars(base),
+            **vars(super().read_layer(reader, layer)),
             norms=tuple(reader.norm(f"{at}.{name}") for name in NORMS),
-            router_norm=reader.vector(f"{at}.router.scale") * c.hidden_size**-0.5,
+            router_norm=reader.vector(f"{at}.router.scale") * reader.config.hidden_size**-0.5,
         )
 
     def _feed_forward(self, ops: Ops, w: Any, x: Tensor) -> Tensor:

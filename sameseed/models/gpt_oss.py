@@ -49,10 +49,5 @@ class GptOss(Qwen3Moe):
 
     @classmethod
     def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
-        c, at = config, f"model.layers.{layer}"
-        shapes = {**super().layer_shapes(config, layer), f"{at}.self_attn.sinks": (c.num_heads,)}
-        shapes[f"{at}.{cls.router}.bias"] = (c.num_experts,)
-        for e in range(c.num_experts):
-            for part, size in (("gate", c.expert_size), ("up", c.expert_size), ("down", c.hidden_size)):
-                shapes[f"{at}.mlp.experts.{e}.{part}_proj.bias"] = (size,)
-        return shapes
+        sinks = {f"model.layers.{layer}.self_attn.sinks": (config.num_heads,)}
+        return {**super().layer_shapes(config, layer), **sinks}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from sameseed.errors import ModelLoadError
-from sameseed.models.config import ModelConfig, layer_shapes, matrices
+from sameseed.models.config import ModelConfig, matrices
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Shapes
 
@@ -31,7 +31,6 @@ class Granite4(Llama):
         return replace(base, architecture=raw["architectures"][0], still_layers=still)
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> Shapes:
-        at, wide, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
-        mlp = matrices(at, dict(zip(cls.modules.values(), [(2 * inner, wide), (wide, inner)], strict=True)))
-        return layer_shapes(config, at, cls.norms, feed_forward=mlp)
+    def mlp_shapes(cls, config: ModelConfig, at: str) -> Shapes:
+        wide, inner = config.hidden_size, config.intermediate_size
+        return matrices(at, dict(zip(cls.modules.values(), [(2 * inner, wide), (wide, inner)], strict=True)))

@@ -46,7 +46,8 @@ class LayerWeights(Weights):
 
     Where stacked weights have different formats, the stack is a tuple of several weights, in order. `columns`: of the
     product with `qkv`, where only some dimensions of a head rotate (`rotary_columns`), or where q stands beside a gate.
-    `shared`: where the MLP is an expert that all rows take, its own gate.
+    `shared`: where the MLP is an expert that all rows take, its own gate. `mixer`: of a recurrent layer, what works on
+    the product with `qkv`: a family's own weights.
     """
 
     input_norm: Tensor  # [C]
@@ -65,6 +66,7 @@ class LayerWeights(Weights):
     down_bias: Tensor | None = None
     experts: ExpertWeights | None = None
     shared: SharedGate | None = None
+    mixer: Any = None
 
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:

@@ -11,17 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, matrices, one_of, positive_number, whole_number
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.qwen3_moe import Mixture, MoeConfig, with_experts
 from sameseed.models.weights import Shapes, WeightReader
-from sameseed.ops import Ops, RowSource, StateLayer, plain_rows
+from sameseed.ops import ExpertWeights, Ops, RowSource, StateLayer, plain_rows
 
 KINDS = ("conv", "full_attention")
 MODULES = {
@@ -39,24 +36,12 @@ class Lfm2Config(ModelConfig):
     taps: int = 3
 
     @property
-    def mixtures(self) -> list[int]:
-        """The layers with experts in place of an MLP."""
-        return []
-
-    @property
     def state_shapes(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         return (((0,), self.hidden_size),) * len(self.recurrent)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lfm2Layer(LayerWeights):
-    """Of a convolution `qkv` makes its gates and values [3 C, C], and `conv` [taps, C] its weights."""
-
-    conv: Tensor | None = None
-
-
 class Lfm2(Llama):
-    """The decoder of LFM2."""
+    """The decoder of LFM2. Of a convolution, `qkv` makes gates and values [3 C, C]; `mixer` [taps, C] weighs them."""
 
     config: Lfm2Config
     by_layer: ClassVar[bool] = True
@@ -105,33 +90,29 @@ class Lfm2(Llama):
     def layer_shapes(cls, config: Lfm2Config, layer: int) -> Shapes:
         c, at, wide, shapes = config, f"model.layers.{layer}", config.hidden_size, dict[str, tuple[int, ...]]()
         if layer in c.recurrent:
-            shapes = {"conv.in_proj": (3 * wide, wide), "conv.conv": (wide, 1, c.taps), "conv.out_proj": (wide, wide)}
+            conv = {"in_proj": (3 * wide, wide), "conv": (wide, 1, c.taps), "out_proj": (wide, wide)}
+            shapes = matrices(f"{at}.conv", conv)
         for name, shape in super().layer_shapes(c, layer).items():
-            part, module = name.split(".")[3], name.removeprefix(f"{at}.").removesuffix(".weight")
-            if layer not in {"self_attn": c.recurrent, "mlp": c.mixtures}.get(part, ()):
-                shapes[MODULES.get(module, module)] = shape
-        return matrices(at, shapes)
+            module, _, kind = name.removeprefix(f"{at}.").rpartition(".")
+            if layer not in c.recurrent or not module.startswith("self_attn"):
+                shapes[f"{at}.{MODULES.get(module, module)}.{kind}"] = shape
+        return shapes
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
-        return Lfm2Layer(**cls.read_mixer(reader, layer), **reader.mlp(f"model.layers.{layer}"))
-
-    @staticmethod
-    def read_mixer(reader: WeightReader, layer: int) -> dict[str, Any]:
-        """The fields of a layer that are not its MLP's."""
+    def read_mixer(cls, reader: WeightReader, layer: int) -> dict[str, Any]:
         c, at = reader.config, f"model.layers.{layer}"
         if layer not in c.recurrent:
-            return reader.attention(at)
+            return super().read_mixer(reader, layer)
         return {
             "input_norm": reader.norm(f"{at}.operator_norm"),
             "qkv": reader.matrix(f"{at}.conv.in_proj"),
-            "conv": reader.vector(f"{at}.conv.conv.weight").view(-1, c.taps).T.contiguous(),
+            "mixer": reader.vector(f"{at}.conv.conv.weight").view(-1, c.taps).T.contiguous(),
             "o": reader.matrix(f"{at}.conv.out_proj"),
             "post_norm": reader.norm(f"{at}.ffn_norm"),
         }
 
     def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
-        return plain_rows(ops.conv(ops.product(rows, w.qkv), w.conv, state, batch))
+        return plain_rows(ops.conv(ops.product(rows, w.qkv), w.mixer, state, batch))
 
 
 @dataclass(frozen=True)
@@ -168,17 +149,11 @@ class Lfm2Moe(Mixture, Lfm2):
         return with_experts(Lfm2MoeConfig, base, raw, where, normalize=normalize, dense_layers=dense, factor=factor)
 
     @classmethod
-    def layer_shapes(cls, config: Any, layer: int) -> Shapes:
-        shapes, at = super().layer_shapes(config, layer), f"model.layers.{layer}"
-        if layer not in config.mixtures:
-            return shapes
-        return {**shapes, **cls.expert_shapes(config, at), f"{at}.feed_forward.expert_bias": (config.num_experts,)}
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
+        bias = {f"{at}.feed_forward.expert_bias": (config.num_experts,)} if at in cls.mixture_layers(config) else {}
+        return {**super().mlp_shapes(config, at), **bias}
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
-        c, at = reader.config, f"model.layers.{layer}"
-        if layer not in c.mixtures:
-            return super().read_layer(reader, layer)
+    def read_experts(cls, reader: WeightReader, at: str) -> ExpertWeights:
         bias = reader.vector(f"{at}.feed_forward.expert_bias")
-        experts = replace(cls.read_experts(reader, at), chosen_by=bias, factor=c.factor)
-        return Lfm2Layer(**cls.read_mixer(reader, layer), experts=experts)
+        return replace(super().read_experts(reader, at), chosen_by=bias, factor=reader.config.factor)

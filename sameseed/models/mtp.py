@@ -20,7 +20,7 @@ from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import MTP_BESIDE
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
-from sameseed.models.layers import run_layer
+from sameseed.models.layers import LayerWeights, run_layer
 from sameseed.models.loader import open_checkpoint, open_model, read_config
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, member, mtp_names, mtp_shapes
 from sameseed.models.weights import Progress, TensorSource, WeightReader, dense_format, expected_shapes, weight_bytes
@@ -105,7 +105,7 @@ def load_mtp(
             fc=reader.matrix(fc),
             fc_bias=None,
             fc_norms=(reader.norm(embedding),),
-            layer=member(layer).read_attention(reader, at),
+            layer=LayerWeights(**reader.attention(at), **member(layer).read_mlp(reader, at)),
             feature_norm=reader.norm(states),
             norm=reader.norm(norm),
             target_norm=target.weights.norm,

@@ -18,7 +18,7 @@ from sameseed.batch import Batch
 from sameseed.errors import ModelLoadError
 from sameseed.models.config import ModelConfig, base_config, family, layer_shapes, matrices, mlp_shapes, whole_number
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import LayerWeights, SharedGate
+from sameseed.models.layers import SharedGate
 from sameseed.models.llama import Llama
 from sameseed.models.qwen3_moe import Mixture, MoeConfig, expert_views, with_experts
 from sameseed.models.weights import Shapes, WeightReader
@@ -56,15 +56,8 @@ class Qwen35Config(ModelConfig):
         return (one,) * len(self.recurrent)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Qwen35Layer(LayerWeights):
-    """Of a DeltaNet layer, `qkv` also makes z, b and a."""
-
-    delta: DeltaWeights | None = None
-
-
 class Qwen35(Llama):
-    """The decoder of Qwen3.5, 3.6 and 3.8."""
+    """The decoder of Qwen3.5, 3.6 and 3.8. Of a DeltaNet layer, `qkv` also makes z, b and a for its `mixer`."""
 
     config: Qwen35Config
     rotates_all: ClassVar[bool] = False
@@ -134,7 +127,7 @@ class Qwen35(Llama):
     def layer_shapes(cls, config: Qwen35Config, layer: int) -> Shapes:
         at = f"model.layers.{layer}"
         if layer not in config.recurrent:
-            return layer_shapes(config, at, cls.norms, feed_forward=cls.mlp_shapes(config, at))
+            return super().layer_shapes(config, layer)
         c, values = config, config.value_heads * config.value_dim
         outputs = dict(zip(PARTS, (c.mixed, values, c.value_heads, c.value_heads), strict=True))
         return {
@@ -149,25 +142,15 @@ class Qwen35(Llama):
         }
 
     @classmethod
-    def mlp_shapes(cls, config: Qwen35Config, at: str) -> Shapes:
-        """Of the feed-forward network of the layer whose tensors' names begin with `at`."""
-        return mlp_shapes(config, f"{at}.mlp")
-
-    @classmethod
-    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
-        """The feed-forward network of a layer as its fields."""
-        return reader.mlp(at)
-
-    @classmethod
     def spare(cls, config: Qwen35Config) -> Seq[str]:
         ends = [f"model.layers.{config.num_layers}.nextn.{name}.weight" for name in OWN_ENDS if config.in_gguf]
         return (*mtp_shapes(config), *ends) if config.num_mtp else ()
 
     @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> Qwen35Layer:
+    def read_mixer(cls, reader: WeightReader, layer: int) -> dict[str, Any]:
         c, at = reader.config, f"model.layers.{layer}"
         if layer not in c.recurrent:
-            return cls.read_attention(reader, at)
+            return super().read_mixer(reader, layer)
         linear = f"{at}.linear_attn"
         decay = reader.vector(f"{linear}.A_log")
         delta = DeltaWeights(
@@ -178,22 +161,16 @@ class Qwen35(Llama):
             eps=c.rms_eps,
             tiled=c.in_gguf,
         )
-        return Qwen35Layer(
-            input_norm=reader.norm(f"{at}.input_layernorm"),
-            qkv=reader.stack([f"{at}.{part}" for part in PARTS]),
-            delta=delta,
-            o=reader.matrix(f"{linear}.out_proj"),
-            post_norm=reader.norm(f"{at}.post_attention_layernorm"),
-            **cls.read_mlp(reader, at),
-        )
-
-    @classmethod
-    def read_attention(cls, reader: WeightReader, at: str) -> Qwen35Layer:
-        """The attention layer whose module names begin with `at`."""
-        return Qwen35Layer(**reader.attention(at), **cls.read_mlp(reader, at))
+        return {
+            "input_norm": reader.norm(f"{at}.input_layernorm"),
+            "qkv": reader.stack([f"{at}.{part}" for part in PARTS]),
+            "mixer": delta,
+            "o": reader.matrix(f"{linear}.out_proj"),
+            "post_norm": reader.norm(f"{at}.post_attention_layernorm"),
+        }
 
     def _mixed(self, ops: Ops, w: Any, rows: RowSource, state: StateLayer, batch: Batch) -> RowSource:
-        return gated_rows(ops.delta(ops.product(rows, w.qkv), w.delta, state, batch))
+        return gated_rows(ops.delta(ops.product(rows, w.qkv), w.mixer, state, batch))
 
 
 SHARED, GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
@@ -230,7 +207,7 @@ class Qwen35Moe(Mixture, Qwen35):
     @classmethod
     def mlp_shapes(cls, config: Any, at: str) -> Shapes:
         gate = {f"{at}.{GATE}.weight": (1, config.hidden_size)}
-        return {**cls.expert_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
+        return {**super().mlp_shapes(config, at), **mlp_shapes(config, f"{at}.{SHARED}"), **gate}
 
     @classmethod
     def mixture_layers(cls, config: Any) -> list[str]:
@@ -245,10 +222,9 @@ class Qwen35Moe(Mixture, Qwen35):
     def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
         size, device = reader.config.intermediate_size, reader.device
         columns = torch.arange(size, 2 * size, dtype=torch.int32, device=device)
-        experts = cls.read_experts(reader, at)
         gate = reader.encode(reader.vector(f"{at}.{GATE}.weight").view(1, -1), QuantScheme("fp32"))
         shared = SharedGate(gate, columns, torch.zeros_like(columns))
-        return {**reader.mlp(at, SHARED), "experts": experts, "shared": shared}
+        return {**reader.mlp(at, SHARED), **super().read_mlp(reader, at), "shared": shared}
 
 
 def member(c: ModelConfig) -> type[Qwen35]:

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from sameseed.errors import ConfigError
-from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, whole_number
+from sameseed.models.config import ModelConfig, View, base_config, matrices, whole_number
+from sameseed.models.decoder import Decoder
 from sameseed.models.gguf.header import GGUFFile
-from sameseed.models.layers import LayerWeights
 from sameseed.models.llama import Llama
 from sameseed.models.weights import Shapes, WeightReader
 from sameseed.ops import BLOCK_OUTPUTS, ExpertWeights, parted
@@ -83,11 +83,11 @@ def with_experts(
     return kind(**vars(base), num_experts=count, top_k=top_k, expert_size=width, **more)
 
 
-class Mixture:
+class Mixture(Decoder):
     """What a family with experts adds to the class of its other layers."""
 
     router: ClassVar[str] = "mlp.gate"
-    interleaved: ClassVar[bool] = False  # as gpt-oss stacks experts: see `expert_views`
+    interleaved: ClassVar[bool] = False  # as gpt-oss stacks experts, which have biases: see `expert_views`
     gguf_experts: ClassVar[Mapping[str, str]] = {
         "mlp.gate": "ffn_gate_inp",
         **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
@@ -99,14 +99,22 @@ class Mixture:
     }
 
     @classmethod
-    def expert_shapes(cls, c: MoeConfig, at: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of router and experts of the layer whose tensors' names begin with `at`."""
-        shapes: dict[str, tuple[int, ...]] = {f"{at}.{cls.router}.weight": (c.num_experts, c.hidden_size)}
+    def mlp_shapes(cls, config: Any, at: str) -> Shapes:
+        c = config
+        if at not in cls.mixture_layers(c):
+            return super().mlp_shapes(c, at)
+        into = (c.expert_size, c.hidden_size)
+        expert = {"gate_proj": into, "up_proj": into, "down_proj": into[::-1]}
+        shapes = matrices(at, {cls.router: (c.num_experts, c.hidden_size)}, cls.interleaved)
         for e in range(c.num_experts):
-            expert = f"{at}.mlp.experts.{e}"
-            shapes[f"{expert}.gate_proj.weight"] = shapes[f"{expert}.up_proj.weight"] = (c.expert_size, c.hidden_size)
-            shapes[f"{expert}.down_proj.weight"] = (c.hidden_size, c.expert_size)
+            shapes |= matrices(f"{at}.mlp.experts.{e}", expert, cls.interleaved)
         return shapes
+
+    @classmethod
+    def read_mlp(cls, reader: WeightReader, at: str) -> dict[str, Any]:
+        if f"{at}.{cls.router}.weight" not in reader.shapes:
+            return super().read_mlp(reader, at)
+        return {"experts": cls.read_experts(reader, at)}
 
     @classmethod
     def mixture_layers(cls, config: Any) -> list[str]:
@@ -161,19 +169,6 @@ class Qwen3Moe(Mixture, Llama):
         layers = range(raw["num_hidden_layers"])
         dense = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
         return super().gguf_config(file, raw) | {"norm_topk_prob": True, "mlp_only_layers": dense}
-
-    @classmethod
-    def layer_shapes(cls, config: MoeConfig, layer: int) -> Shapes:
-        at = f"model.layers.{layer}"
-        mixture = None if layer in config.dense_layers else cls.expert_shapes(config, at)
-        return layer_shapes(config, at, cls.norms, feed_forward=mixture)
-
-    @classmethod
-    def read_layer(cls, reader: WeightReader, layer: int) -> LayerWeights:
-        at = f"model.layers.{layer}"
-        if layer in reader.config.dense_layers:
-            return reader.layer(at)
-        return LayerWeights(**reader.attention(at), experts=cls.read_experts(reader, at))
 
 
 def expert_views(c: MoeConfig, at: str, interleaved: bool = False) -> dict[str, View]:
