@@ -25,7 +25,7 @@ from sameseed.models.decoder import Runnable
 from sameseed.models.drawn import Drawn, steps_after
 from sameseed.models.head_config import HeadConfig
 from sameseed.models.layers import LayerWeights, Weights, rope_table, run_layer
-from sameseed.ops import Ends, Grown, Ops, normed_rows, plain_rows
+from sameseed.ops import Ends, Grown, Ops, RowSource, normed_rows, plain_rows
 from sameseed.request import Sequence
 from sameseed.scheme import QuantTensor
 
@@ -89,23 +89,23 @@ class EagleHead(Runnable):
         batch = batch.on(self.device)
         seen = min((n for n in (window, c.windows[0]) if n), default=None)
 
-        def layer(entering: Tensor, residual: Tensor) -> Tensor:
-            rows = plain_rows(entering)
-            return run_layer(ops, c, w.layer, rows, residual, batch, cache.layers[0], self.rope, seen)
-
         features = self._features(ops, x) if captured else x
-        embedding = ops.embedding(batch.token_ids, w.embedding)  # [T, C]
-        if w.norm is None or w.feature_norm is None:
-            residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)  # [T, C]
-            x = layer(residual, residual)
-            logits = ops.product(plain_rows(x, batch.logit_rows), w.lm_head)
-            return logits, ops.capture([x]), self._chosen(ops, logits, batch)
+        rows, residual = self._entering(ops, ops.embedding(batch.token_ids, w.embedding), features)
+        x = run_layer(ops, c, w.layer, rows, residual, batch, cache.layers[0], self.rope, seen)
+        last = plain_rows(x, batch.logit_rows) if w.norm is None else normed_rows(x, w.norm, eps, batch.logit_rows)
+        logits = ops.product(last, w.lm_head)
+        own = ops.rms_norm(x, w.norm, eps) if w.norm is not None and self.config.norm_output else x
+        return logits, ops.capture([own]), self._chosen(ops, logits, batch)
+
+    def _entering(self, ops: Ops, embedding: Tensor, features: Tensor) -> tuple[RowSource, Tensor]:
+        """The rows that attention reads, and the residual [T, C]; from the tokens' embedding and features [T, C]."""
+        w, eps = self.weights, self.config.layer.rms_eps
+        if w.feature_norm is None:
+            residual = ops.product(plain_rows(ops.beside([embedding, features])), w.fc, w.fc_bias)
+            return plain_rows(residual), residual
         normed = ops.rms_norm(features, w.feature_norm, eps)
-        entering = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
-        x = layer(entering, normed if self.config.norm_before_residual else features)
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        own = ops.capture([ops.rms_norm(x, w.norm, eps) if self.config.norm_output else x])
-        return logits, own, self._chosen(ops, logits, batch)
+        both = ops.beside([ops.rms_norm(embedding, w.layer.input_norm, eps), normed])  # [T, 2 C]
+        return plain_rows(both), normed if self.config.norm_before_residual else features
 
     def _features(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Features [T, C] of the target's captured hidden states [T, F]."""

@@ -14,17 +14,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sameseed.batch import Batch
 from sameseed.errors import ConfigError, ModelLoadError
-from sameseed.kvcache.cache import KVCache
 from sameseed.models.config import MTP_BESIDE
 from sameseed.models.eagle import EagleHead, HeadWeights
 from sameseed.models.head_config import HeadConfig
-from sameseed.models.layers import LayerWeights, run_layer
+from sameseed.models.layers import LayerWeights
 from sameseed.models.loader import open_checkpoint, open_model, read_config
 from sameseed.models.qwen35 import Qwen35, Qwen35Config, member, mtp_names, mtp_shapes
 from sameseed.models.weights import Progress, TensorSource, WeightReader, dense_format, expected_shapes, weight_bytes
-from sameseed.ops import Ops, normed_rows, plain_rows
+from sameseed.ops import Ops, RowSource, normed_rows, plain_rows
 from sameseed.scheme import QuantScheme
 
 ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")  # that files of a block alone also hold
@@ -36,19 +34,12 @@ sizes = attrgetter("architecture", "vocab_size", "hidden_size", "num_layers", "n
 class MtpHead(EagleHead):
     """The block with its weights: an EAGLE head whose layer is gated attention. `fc_norms[0]`: the embedding's norm."""
 
-    def _forward(
-        self, ops: Ops, batch: Batch, cache: KVCache, how: tuple[int, int], x: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        c, w, eps = self.config.layer, self.weights, self.config.layer.rms_eps
-        assert w.target_norm is not None and w.feature_norm is not None and w.norm is not None
-        features = ops.rms_norm(x, w.target_norm, self.target_eps) if how[0] else x
-        embedding = ops.rms_norm(ops.embedding(batch.token_ids, w.embedding), w.fc_norms[0], eps)
-        both = ops.beside([embedding, ops.rms_norm(features, w.feature_norm, eps)])  # [T, 2 C]
-        x = ops.product(plain_rows(both), w.fc)
-        rows = normed_rows(x, w.layer.input_norm, eps)
-        x = run_layer(ops, c, w.layer, rows, x, batch, cache.layers[0], self.rope, None)
-        logits = ops.product(normed_rows(x, w.norm, eps, batch.logit_rows), w.lm_head)
-        return logits, ops.capture([ops.rms_norm(x, w.norm, eps)]), self._chosen(ops, logits, batch)
+    def _entering(self, ops: Ops, embedding: Tensor, features: Tensor) -> tuple[RowSource, Tensor]:
+        w, eps = self.weights, self.config.layer.rms_eps
+        assert w.feature_norm is not None
+        parts = (embedding, w.fc_norms[0]), (features, w.feature_norm)
+        x = ops.product(plain_rows(ops.beside([ops.rms_norm(part, norm, eps) for part, norm in parts])), w.fc)
+        return normed_rows(x, w.layer.input_norm, eps), x
 
 
 def find_block(folder: Path) -> tuple[Path, Qwen35Config]:
@@ -113,5 +104,5 @@ def load_mtp(
             target_ids=None,
             dense=target.weights.dense,
         )
-    head = HeadConfig("eagle", layer, layer.vocab_size, layer.hidden_size)
+    head = HeadConfig("eagle", layer, layer.vocab_size, layer.hidden_size, norm_output=True)
     return MtpHead(head, weights, ops, target.config.rms_eps, target.max_model_len)
