@@ -35,7 +35,8 @@ class TokenizerFiles:
             if (role.endswith("_token") or role not in entries) and (text := _content(value))
         }
         extra = [value for _, entries in both for key in EXTRA for value in _list(entries.get(key))]
-        self.special = {text for text, _ in self.names.values()} | set(filter(None, map(_content, extra)))
+        self.extra = list(dict.fromkeys(filter(None, map(_content, extra))))
+        self.special = {text for text, _ in self.names.values()} | set(self.extra)
         self.added: list[tuple[int, str, Mapping[str, Any]]] = []  # declared beside tokenizer.json: id, text, its flags
         if older:
             found = [(i, text, dict[str, Any]()) for text, i in read_object(folder / ADDED).items()]
@@ -51,10 +52,8 @@ class TokenizerFiles:
     def templates(self) -> dict[str, str]:
         """The chat templates by name; the only one is "default"."""
         found = named_templates(self.config.get("chat_template"))
-        if not found:  # written by older processors
-            found = named_templates(read_object(self.folder / "chat_template.json").get("chat_template"))
-        files = sorted((self.folder / TEMPLATES).glob("*.jinja"))
-        found |= {file.stem: _read(file) for file in files}
+        found = found or named_templates(read_object(self.folder / "chat_template.json").get("chat_template"))  # older
+        found |= {file.stem: _read(file) for file in sorted((self.folder / TEMPLATES).glob("*.jinja"))}
         if (whole := self.folder / "chat_template.jinja").exists():
             found["default"] = _read(whole)
         return found
@@ -70,8 +69,7 @@ class TokenizerFiles:
             if text not in known:
                 model = json.loads(self._tokenizer).get("model") or {}
                 vocabulary = model.get("vocab") or {}
-                pairs = vocabulary if isinstance(vocabulary, dict) else {p[0]: i for i, p in enumerate(vocabulary)}
-                known = pairs
+                known = vocabulary if isinstance(vocabulary, dict) else {p[0]: i for i, p in enumerate(vocabulary)}
             found = known.get(text)
         except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
             return None  # who loads the tokenizer says what is wrong with it
@@ -115,8 +113,7 @@ def end_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, list[str]]:
     files = TokenizerFiles(folder)
     if "eos_token" in files.names:
         name, source = files.names["eos_token"]
-        own = files.token_id(name)
-        if own is not None:
+        if (own := files.token_id(name)) is not None:
             found.setdefault(own, []).append(source)
         elif (folder / TOKENIZER).exists():
             say_once(f"{folder}: left out the end token {name!r} of {source}, which the tokenizer lacks")

@@ -348,8 +348,11 @@ def _add_tokens(backend: HFTokenizer, files: TokenizerFiles) -> None:
         backend.add_tokens([AddedToken(text, special=special, **{"normalized": not special, **how})])
     roles, added = {text for text, _ in files.names.values()}, backend.get_added_tokens_decoder().values()
     settled = {token.content for token in added if token.special or token.content not in roles}
-    named = sorted(text for text in files.special - settled if backend.token_to_id(text) is not None)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in named])
+    present = {text for text in files.special if backend.token_to_id(text) is not None}
+    # New ones get the next ids, as in transformers; not where a token with a role has none, which would come first.
+    new = [text for text in files.extra if text not in present and roles <= present]
+    named = (AddedToken(text, special=True, normalized=False) for text in (*sorted(present - settled), *new))
+    backend.add_special_tokens(list(named))
 
 
 def _byte_alphabet() -> dict[str, int]:
