@@ -9,7 +9,7 @@ from lawkit import finished, make_engine, random_prompts, run, sequences, texts
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.round import PAYS
-from sameseed.cost.running import EngineCost, FadingFit
+from sameseed.cost.running import FadingFit
 from sameseed.engine.policies import RequestPolicies
 from sameseed.errors import RequestError
 from sameseed.lengths._acceptance import HALF_LIFE, Acceptance, DraftNodes
@@ -20,76 +20,12 @@ from sameseed.request import Request, SamplingParams, Sequence, Speculation, Tim
 from sameseed.spec.drafter import Drafter, Round
 
 
-class World:
-    """Rounds with a true cost and a true acceptance rate, which the policy should find out."""
-
-    def __init__(self, policy, target, step, seed=0):
-        self.policy, self.target, self.step = policy, target, step
-        self.random = random.Random(seed)
-        self.lengths: list[list[int]] = []
-
-    def round(self, seqs, rate):
-        asked = self.policy.lengths(seqs, len(seqs))
-        accepted = [next((i for i in range(k) if self.random.random() >= rate), k) for k in asked]
-        rows = len(seqs) + sum(asked)
-        times = TimeSplit(draft=self.step * max(asked), target=self.target(rows))
-        self.policy.update(Round(seqs, asked, asked, accepted, rows, times))
-        for seq, k, right in zip(seqs, asked, accepted):
-            seq.metrics.update(k, right)
-        self.lengths.append(asked)
-
-    def last(self, count=20):
-        """Mean draft length of the last rounds."""
-        recent = [k for ks in self.lengths[-count:] for k in ks]
-        return sum(recent) / len(recent)
-
-
 def flat(rows):
     return 30 * (1 + 0.01 * (rows - 1))  # so long that a decision, on a busy machine too, takes no time beside it
 
 
-def steep(rows):
-    return 0.03 * (1 + 0.8 * (rows - 1))
-
-
 def curve(cost):
     return Curve([(m, cost(m)) for m in (1, 2, 4, 8, 16, 32, 64)])
-
-
-def test_lengths_fall_to_zero_and_recover():
-    policy = GoodputLength(8, curve(flat))
-    world, seqs = World(policy, flat, step=4), sequences(1)
-    for _ in range(60):
-        world.round(seqs, 0.9)
-    assert world.last() > 4, "drafts are cheap and mostly right"
-    for _ in range(120):
-        world.round(seqs, 0.0)
-    assert world.last() < 0.5
-    assert [0] in world.lengths[60:100]
-    for _ in range(700):
-        world.round(seqs, 0.95)
-    assert world.last() > 4
-
-
-@pytest.mark.parametrize(("cost", "step", "count"), [(steep, 0.02, 1), (steep, 0.02, 16), (flat, 50, 1)])
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_finding_out_costs_a_share_of_the_time(cost, step, count, rate):
-    """If no draft pays, the time lost by trials is bounded, also for texts that come and go."""
-    policy, num_rounds, lost = GoodputLength(8, curve(cost)), 1500, 0.0
-    policy.calibrate(lambda: EngineCost(curve(cost)))
-    for k in (4, 2) * 4:
-        policy.cost.draft.learn(k, count, 64, k * step)
-    world = World(policy, cost, step)
-    for i in range(num_rounds):
-        seqs = [Sequence(count * (i // 100) + b, [1], SamplingParams(), 0) for b in range(count)]
-        world.round(seqs, rate)
-        asked = world.lengths[-1]
-        right = sum(sum(rate**j for j in range(1, k + 1)) for k in asked)
-        lost += (cost(count + sum(asked)) + step * max(asked)) / cost(count) - (count + right) / count
-        if i % 100 == 99:
-            for seq in seqs:
-                policy.release(seq)
-    assert lost < FIRST + 2.5 * SHARE * num_rounds
 
 
 def test_the_choice_is_the_best_of_all():
@@ -276,9 +212,10 @@ def test_texts_cut_by_their_limit_say_nothing_about_lengths(limit):
 
 def test_drafts_beside_prompts_must_pay_in_the_pass_that_all_will_share():
     policy, mine = GoodputLength(4, Curve([(m, flat(m)) for m in (1, 4, 8, 16, 64)])), sequences(1)
-    world = World(policy, flat, 12)
     for _ in range(60):
-        world.round(mine, 0.8)
-    assert world.last() > 0, "alone, a step of the draft costs less than half a pass"
+        (k,) = policy.lengths(mine, 1)
+        times = TimeSplit(draft=12 * k, target=flat(1 + k))
+        policy.update(Round(mine, [k], [k], [min(k, 3)], 1 + k, times))
+    assert policy.lengths(mine, 1, 400)[0] > 0, "alone, a step of the draft costs less than half a pass"
     assert policy.lengths(mine, 40, 400, beside=3) == [0], "the four will share each pass: a token is worth a quarter"
     assert policy.lengths(mine, 1, 400)[0] > 0, "alone again"

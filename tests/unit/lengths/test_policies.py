@@ -3,7 +3,6 @@
 import pytest
 
 from sameseed.config import SpecConfig
-from sameseed.engine.llm import LLM
 from sameseed.engine.policies import make_policy
 from sameseed.errors import ConfigError
 from sameseed.lengths._budget import FIRST_WAIT, Budget
@@ -101,19 +100,6 @@ def test_places_are_learned_of_drafters_that_tell_nothing():
     assert policy.lengths(DISCO_SEQS[:1]) == [3], "two are right, and the next one shows when that changes"
     policy.release(DISCO_SEQS[0])
     assert DiscoLength(0).lengths(DISCO_SEQS) == [0, 0]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_stay_as_they_are(temperature, pair_folders):
-    prompts = ["the sum of", "def add(a", "all parts"]
-    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(3)]
-    target, draft = map(str, pair_folders)
-    plain = LLM(target).generate(prompts, params)
-    for text, confidence in ((draft, None), ("ngram", None), ("suffix", 0.5)):
-        drafted = LLM(target, draft=text, policy="disco", confidence=confidence).generate(prompts, params)
-        assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
-        if text == draft:
-            assert sum(c.metrics.spec.num_draft_tokens for c in drafted) > 0
 
 
 def test_a_trial_in_vain_doubles_the_wait_for_the_next():

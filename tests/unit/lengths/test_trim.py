@@ -4,7 +4,7 @@ import copy
 import random
 
 import pytest
-from lawkit import SAMPLED, TreeDrafter, finished, knowing, make_engine, random_prompts, run, sequences, texts
+from lawkit import finished, make_engine, sequences
 
 from sameseed.cost.curve import Curve
 from sameseed.cost.running import EngineCost
@@ -120,96 +120,6 @@ def test_probabilities_are_calibrated():
     assert all(p <= (tree.likely[q] if q >= 0 else 1.0) for p, q in zip(tree.likely, tree.parents)), (
         "none beats its parent"
     )
-
-
-def test_a_chain_ends_where_another_step_is_not_worth_its_time():
-    seqs = sequences(1)
-    flat = Curve([(m, 0.03 * (1 + 0.001 * (m - 1))) for m in (1, 2, 4, 8, 16, 32, 64)])
-    policy = settled(GoodputLength(8, flat), seqs, step=0.004)
-    policy.lengths(seqs, 1)
-    assert not policy.ends([[0.99]])
-    assert policy.ends([[0.9, 0.018]])
-    assert not policy.ends([[0.9, 0.018], [0.99, 0.95]]), "a step serves all"
-    assert policy.ends([[0.9, 0.2]]) and not policy.ends([[0.9, 0.2]] * 20)
-    for steps in (1, 2, 4, 8) * 8:  # now steps are nearly free: a draft costs its start
-        policy._chains.learn(steps, 1, 64.0, 0.004 + 1e-6 * steps)
-    policy._held, policy._rest = None, 0
-    policy.lengths(seqs, 1)
-    assert not policy.ends([[0.9, 0.27]]), "a step that costs nothing"
-    policy._depth = 2
-    policy.update(Round(seqs, [0], [0], [0], 2, TimeSplit(draft=0.01, target=0.03)))  # that draft was given up
-
-
-def test_long_contexts_cost():
-    curve = Curve([(1, 0.01), (8, 0.02)], 64, per_token=1e-6, per_row=1e-7)
-    assert curve.extra(5, 1, 64) == curve.extra(5, 1, 10) == 0.0
-    assert curve.extra(5, 2, 564) == pytest.approx((2 * 564 - 64) * 1e-6 + 5 * 500 * 1e-7)
-    before = curve.at(4)
-    for _ in range(50):
-        curve.correct(4, before + 0.005, extra=0.005)
-    assert curve.at(4) == pytest.approx(before), "as expected: nothing to correct"
-
-
-class TellingTrees(TreeDrafter):
-    """Random trees with random probabilities that fall along each path."""
-
-    branches = True
-
-    def propose(self, seqs, num_draft):
-        trees = [self._tree(seq, k) for seq, k in zip(seqs, num_draft, strict=True)]
-        sure = []
-        for _, parents in trees:
-            path = []
-            for parent in parents:
-                path.append(self.random.random() * (path[parent] if parent >= 0 else 1.0))
-            sure.append(path)
-        return Draft.trees(trees, sure)
-
-
-class Fickle(GoodputLength):
-    """Drops random subtrees: whatever is trimmed, the text must stay the same."""
-
-    def __init__(self):
-        super().__init__(24)
-        self.random = random.Random(8)
-        self.dropped = 0
-
-    def lengths(self, seqs, num_rows=None, budget=None, beside=0):
-        left = 99 if budget is None else budget
-        return [min(24, left // max(1, len(seqs)))] * len(seqs)
-
-    def trim(self, draft, seqs, num_rows, members=None):
-        keep = []
-        for b in range(len(seqs)):
-            kept = []
-            for i, parent in enumerate(draft.nodes(b)[1]):
-                if (parent < 0 or parent in kept) and self.random.random() < 0.8:
-                    kept.append(i)
-            keep.append(kept)
-        trimmed = draft.kept(keep)
-        self.dropped += len(draft.tokens) - len(trimmed.tokens)
-        return trimmed
-
-
-def tree_engine(pair, prompts, plain, **given):
-    drafter = TellingTrees(knowing(prompts, plain), 300)
-    return make_engine(pair, k=24, drafter=drafter, **given)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_text_is_the_same_whatever_is_trimmed(pair, sampled):
-    prompts = random_prompts(5, seed=1)
-    params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, **(SAMPLED if sampled else {}))
-    plain = texts(run(make_engine(pair), prompts, params))
-    engine = tree_engine(pair, prompts, plain)
-    engine.policy = policy = Fickle()
-    assert texts(run(engine, prompts, params)) == plain
-    assert policy.dropped > 50 and engine.metrics.num_accepted_tokens > 20
-    engine = tree_engine(pair, prompts, plain)
-    engine.policy = cheap = GoodputLength(24, Curve([(1, 0.001), (64, 0.004)]))
-    cheap.cost.learn = lambda *_, **__: None
-    assert texts(run(engine, prompts, params)) == plain
-    assert engine.metrics.num_accepted_tokens > 0
 
 
 def test_who_wished_for_a_length_keeps_every_node():
