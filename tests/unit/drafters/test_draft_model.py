@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from lawkit import MODEL_VOCAB, SAMPLED, TOKENIZER_SIZE, Pair, make_engine, rand
 from sameseed import ops, registry
 from sameseed.config import EngineConfig, SpecConfig, parse_draft
 from sameseed.drafters._choices import choices
-from sameseed.drafters._followers import Guide
 from sameseed.engine.build import build_engine
 from sameseed.engine.levels import resolve
 from sameseed.errors import ConfigError
@@ -22,20 +20,6 @@ from sameseed.models.loader import load_model
 from sameseed.request import SamplingParams, Sequence
 from sameseed.scheme import QuantTensor
 from sameseed.spec.draft import Draft
-
-
-def test_a_guide_gives_what_its_grammar_allows_until_that_fails():
-    """Then it allows nothing, and the grammar is not asked again: the text goes on without drafts."""
-    asked = []
-
-    def allowed(output, path):
-        asked.append(1)
-        return [1 / (3 - len(asked))]  # fails when it is asked for the third time
-
-    guide = Guide(SimpleNamespace(allowed=allowed))
-    assert [list(guide.allowed((), ())) for _ in range(5)] == [[0.5], [1.0], [], [], []]
-    assert guide.failed and len(asked) == 3
-
 
 PROMPTS = random_prompts(5, seed=4)
 ASKED = SamplingParams(max_tokens=40, seed=6, ignore_eos=True, **SAMPLED)

@@ -55,26 +55,6 @@ def check(draft, logits, params=None):
     return verify(draft, logits, seqs, [True] * draft.num_seqs)
 
 
-@pytest.mark.parametrize(
-    ("chain", "target", "tokens"),
-    [
-        ([], [4], [4]),
-        ([4, 5, 6], [4, 5, 6, 7], [4, 5, 6, 7]),  # all right, and the bonus token
-        ([4, 5, 6], [4, 5, 9, 7], [4, 5, 9]),
-        ([4, 5, 6], [4, 9, 6, 7], [4, 9]),  # right again below a wrong node: not accepted
-        ([4, 5, 6], [9, 5, 6, 7], [9]),
-        ([4, 4, 4], [4, 4, 4, 4], [4, 4, 4, 4]),
-    ],
-)
-def test_chain(chain, target, tokens):
-    result = check(Draft.chains([chain]), after(*target))
-    assert result.tokens == [tokens]
-    assert result.nodes == [list(range(len(tokens) - 1))]
-    assert result.failed == [False]
-    sampled = check(Draft.chains([chain]), after(*target) * 1e6, SamplingParams(temperature=1.0))
-    assert sampled.tokens == [tokens], "on a certain distribution sampling is greedy"
-
-
 def test_tree_follows_the_child_that_carries_the_choice():
     #            root -> 4 (0) -> 6 (2) -> 8 (4)
     #                  \ 5 (1) -> 6 (3) -> 9 (5)
