@@ -56,17 +56,6 @@ def test_random_against_the_definition():
         assert batch.logit_rows.tolist() == logit_rows
 
 
-def test_tensors_of_a_batch_lie_alike():
-    """They begin at multiples of 16 bytes for any numbers of rows: a GPU's compiler would specialize on others."""
-    for count in range(1, 7):
-        rows = [Rows(list(range(count)), 0, [], [], [0, 1], True), Rows([7], 2, [8], [-1], [2], True)]
-        batch = build_batch(rows, 4)
-        parts = (batch.token_ids, batch.positions, batch.slots, batch.row_offsets, batch.num_pending, batch.kv_lens)
-        first = batch.token_ids.data_ptr()
-        assert all((t.data_ptr() - first) % 16 == 0 for t in (*parts, batch.block_tables, batch.logit_rows))
-        assert batch.token_ids.tolist() == [*range(count), 7, 8] and batch.logit_rows.tolist()[0] == count - 1
-
-
 HOST = ("most", "shares", "sure")
 
 
