@@ -15,7 +15,7 @@ from sameseed import ops
 from sameseed.engine.overlap import Overlap
 from sameseed.kvcache.blocks import MOST_UNSETTLED
 from sameseed.models.loader import load_model
-from sameseed.request import Request, SamplingParams, Sequence
+from sameseed.request import SamplingParams, Sequence
 from sameseed.spec.drafter import goes_ahead
 
 TEXT = random_prompts(1, seed=3, longest=60)[0] * 60
@@ -80,35 +80,6 @@ def test_law_1(pair, alone, name):
     tight.ahead = Overlap(1) if goes_ahead(type(tight.drafter)) else tight.ahead
     assert texts(run(tight, prompts, asked)) == wanted
     assert tight.scheduler.num_preemptions > 0
-
-
-class SomeRight(lawkit.TreeDrafter):
-    """Chains of random lengths, none included, whose first tokens are right, in a random number."""
-
-    branches = False
-
-    def _tree(self, seq, num_draft):
-        length, wrong = self.random.randint(0, num_draft), self.random.randrange(4)
-        chain = [*self.answer(seq)[: max(0, length - wrong)], *[1] * wrong][:length]
-        return chain, list(range(-1, len(chain) - 1))
-
-
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_rows_of_other_lengths_preemption_and_an_abort(pair, sampling):
-    """Drafts differ in length from row to row and round to round; a slot and blocks are used again after an abort."""
-    prompts = random_prompts(5, seed=7)
-    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=5, **sampling)
-    plain = texts(run(make_engine(pair), prompts, params, alone=True))
-    for kind in (SomeRight, lawkit.TreeDrafter):
-        drafter = kind(lawkit.knowing(prompts, plain), lawkit.MODEL_VOCAB)
-        engine = make_engine(pair, k=5, rows=24, seqs=5, block=4, tokens=112, drafter=drafter)
-        engine.add(Request("gone", tuple(prompts[2]), params, 0))
-        for _ in range(4):
-            engine.step()
-        engine.abort("gone")
-        assert texts(run(engine, prompts, params)) == plain
-        assert engine.scheduler.num_preemptions > 0
-        assert 0 < engine.metrics.num_accepted_tokens < engine.metrics.num_draft_tokens
 
 
 def test_texts_that_begin_alike_share_their_beginning(pair):

@@ -87,22 +87,6 @@ def test_masks_are_those_of_a_naive_reader(words, vocabulary):
     check()
 
 
-@given(data=st.data())
-@settings(max_examples=40)
-def test_what_was_asked_before_leaves_no_trace(words, person, data):
-    """Questions along any tree in any order: each answer equals that of a new reader."""
-    asked = words.matched(person)
-    paths = [[]]
-    for _ in range(data.draw(st.integers(1, 12))):
-        path = data.draw(st.sampled_from(paths))
-        mask = asked.allowed(path[: len(path) // 2], path[len(path) // 2 :])
-        assert np.array_equal(mask, words.matched(person).allowed((), path))
-        may = np.flatnonzero(mask).tolist()
-        strange = data.draw(st.integers(0, MODEL_VOCAB - 1))
-        chosen = data.draw(st.sampled_from(may)) if may and data.draw(st.booleans()) else strange
-        paths.append([*path, chosen])
-
-
 def test_any_object(words, vocabulary):
     language = words.language(words.compiled("object", ""))
     tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}

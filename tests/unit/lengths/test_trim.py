@@ -1,4 +1,4 @@
-"""Goodput's use of a draft's probabilities: calibration, kept nodes, ends of chains, and the division of rows."""
+"""Goodput's use of a draft's probabilities: calibration, kept nodes, wishes, and reasons."""
 
 import copy
 import random
