@@ -14,8 +14,6 @@ from sameseed import devices, ops
 from sameseed.batch import UNKNOWN, Rows, build_batch
 from sameseed.kvcache.cache import KVCache
 from sameseed.models import weights
-from sameseed.models.eagle import HeadRunner
-from sameseed.models.eagle_loader import load_head
 from sameseed.models.loader import load_model
 from sameseed.models.runner import ModelRunner
 from sameseed.ops.triton import graphs, guard
@@ -194,44 +192,6 @@ def test_a_models_chain(lengths, sure, kv, model, chains, copies, monkeypatch):
     assert same_rows(by_pass, by_graph)
 
 
-def test_a_heads_chain(tmp_path, chains, copies, monkeypatch):
-    write_model(tmp_path / "target", **SMALL)
-    fit_head(tmp_path / "head", load_model(tmp_path / "target", ops.resolve("reference")))
-    backend = ops.resolve("triton")
-    target = load_model(tmp_path / "target", backend)
-    loaded = load_head(tmp_path / "head", target, backend)
-    made = []
-    for window, names in ((None, ("unequal", "equal", "one", "one")), (3, ("equal", "unequal"))):
-        runners = [HeadRunner(loaded, KVCache(loaded.config.layer.kv_shapes, 24, 4), window) for _ in range(2)]
-        generator, cases = torch.Generator().manual_seed(1), []
-        width = target.config.hidden_size
-        for counts in map(LENGTHS.__getitem__, names):
-            cases.append((counts, [torch.randn(len(t), width, generator=generator) for t in TEXTS[: len(counts)]]))
-        wanted = [head_chain(runners[0], *case) for case in cases]
-        chains.clear()
-        with monkeypatch.context() as patch:
-            made += fake_graphs(patch)
-            for i, (case, tokens) in enumerate(zip(cases, wanted, strict=True)):
-                copies.clear()
-                assert head_chain(runners[1], *case) == tokens
-                assert i != 3 or len(copies) == 2  # the second "one" replays
-        assert chains == [max(counts) - 1 for counts, _ in cases] and same_rows(*runners)
-
-
-def head_chain(runner, counts, hidden):
-    """The tokens that a head writes after texts with these hidden states."""
-    holders = sequences(runner, counts, len(counts))
-
-    def draws(b, depth):
-        drawn = drawer(holders[b], depth)
-        return drawn
-
-    own = [draws(b, 0) for b in range(len(counts))]
-    _, features, chosen = runner.extend(holders, [s.token_ids for s in holders], hidden, True, own)
-    drawn = runner.draw(holders, counts, chosen, features, draws)
-    return drawn.read()
-
-
 def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(model, chains, monkeypatch):
     by_pass, by_graph = draft_runner(model), draft_runner(model)
     # Rows see the first block and the last six tokens; one more block of 4 is left out at 14, 18, ... rows.
@@ -253,13 +213,14 @@ def test_what_rows_do_not_attend_to_may_not_change_within_a_chain(model, chains,
     assert chains == [3] and made  # the others run pass by pass
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_texts_and_counts_are_those_of_passes(method, tmp_path, chains, copies, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "options"), [("draft_model", {}), ("eagle", {"top_k": 1}), ("eagle", {"top_k": 1, "window": 3})]
+)
+def test_texts_and_counts_are_those_of_passes(method, options, tmp_path, chains, copies, monkeypatch):
     """Greedy and sampled, prompts of several lengths, texts that end within a chain, and a preempted one."""
     pair = write_pair(tmp_path, method)
     params = [replace(p, max_tokens=8, seed=1, ignore_eos=True) for p in PARAMS]
-    how = {"block": 4, "tokens": 24, "max_len": 16}
-    how |= {"options": {"top_k": 1}} if method == "eagle" else {}
+    how = {"block": 4, "tokens": 24, "max_len": 16, "options": options}
     op_by_op = make_engine(pair, method, 4, **how)
     wanted = texts(run(op_by_op, TEXTS, params))  # of plain decoding: see above
     chains.clear()
