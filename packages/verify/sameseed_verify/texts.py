@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from sameseed_verify import prompts
@@ -88,15 +89,14 @@ async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
     told = hits = 0
     room = LONG if inquiry.max_model_len is None else min(LONG, 2 * (inquiry.max_model_len - inquiry.args.max_tokens))
     whole = "\n\n".join(p.said for p in inquiry.prompts)
-    for n in range(min(MOST_LONG, len(inquiry.prompts))):
-        start = inquiry.prompts[n].said
-        text = f"{inquiry.asker.salt()}\n{start}\n\n{whole}"[: max(room, 100)]  # the salt makes the prompt new
-        salts = inquiry.asker.salt(), inquiry.asker.salt()
-        asked = ServerQuestion(prompts.as_prompt(text, inquiry.chat), inquiry.args.max_tokens, salt=salts[0])
+    on = {"ignore_eos": True} if inquiry.asker.extras else {}  # the salt also decides where a text would end
+    for n, start in enumerate(inquiry.prompts[:MOST_LONG]):
+        text = f"{inquiry.asker.salt()}\n{start.said}\n\n{whole}"[: max(room, 100)]  # the salt makes the prompt new
+        long, half = (prompts.as_prompt(part, inquiry.chat) for part in (text, text[: len(text) // 2]))
+        asked = ServerQuestion(long, inquiry.args.max_tokens, salt=inquiry.asker.salt(), fields=on)
         cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)
-        half = ServerQuestion(prompts.as_prompt(text[: len(text) // 2], inquiry.chat), 1, salt=salts[1])
-        await inquiry.asker.ask(half)
-        partly = await inquiry.asker.ask(ServerQuestion(asked.prompt, inquiry.args.max_tokens, salt=salts[1]))
+        await inquiry.asker.ask(short := replace(asked, prompt=half, max_tokens=1, salt=inquiry.asker.salt()))
+        partly = await inquiry.asker.ask(replace(asked, salt=short.salt))
         for way, answer in (("found", hit), ("found in part", partly)):
             evidence.compare(f"long prompt {n + 1}, {way}", cold, answer)
             told += answer.num_cached is not None
