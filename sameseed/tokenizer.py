@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from datetime import date, datetime, time
 from functools import cached_property
 from itertools import groupby, islice
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer as HFTokenizer
 
 from sameseed import habits
 from sameseed.chat_template import ChatTemplate
-from sameseed.errors import ModelLoadError, RequestError, VocabularyError, say_once
+from sameseed.errors import ModelLoadError, RequestError, say_once
 from sameseed.special import TokenizerFiles, named_templates
 
 BROKEN = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -98,17 +99,41 @@ class Tokenizer(habits.Hinted):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with one begin token even if it spells one. Raises RequestError for lone surrogates."""
+        return self._encode([text], add_special_tokens)
+
+    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a guarded rendering: special tokens that a user typed are text, and end no turn."""
+        return self._encode(GUARDED.split(text), add_special_tokens)
+
+    def _encode(self, parts: list[str], special: bool) -> list[int]:
+        """Token ids of the parts' text. In every other part no special token is recognized."""
+        text = "".join(parts)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is no valid UTF-8 ({error.reason} at {error.start}); convert it") from None
-        # The batched form lets other threads run meanwhile, and computes no character offsets.
-        ids = list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        if len(parts) == 1:  # the batched form lets other threads run meanwhile, and computes no character offsets
+            ids = list(_asked(self._backend.encode_batch_fast, [text], add_special_tokens=special)[0].ids)
+        else:
+            ids = self._told_apart(parts, special)
         begin = self._backend.token_to_id(self.special.get("bos_token", ""))
-        return ids[1:] if add_special_tokens and ids[:2] == [begin, begin] else ids
+        return ids[1:] if special and ids[:2] == [begin, begin] else ids
+
+    def _told_apart(self, parts: list[str], special: bool) -> list[int]:
+        backend, mark, known = self._aside
+        parts[::2] = [self._special.sub(lambda m: mark * (mark + m[0] in known) + m[0], part) for part in parts[::2]]
+        found = _asked(backend.encode_batch, ["".join(parts)], add_special_tokens=special)[0]
+        model, ids = backend.model, list[int]()
+        for token, name, added in zip(found.ids, found.tokens, found.special_tokens_mask, strict=True):
+            typed = token in self._silent and not added and name == self.token(token)  # also a piece of the model
+            if typed and name != getattr(model, "unk_token", None):
+                ids += [t.id for part in (name[:1], name[1:]) for t in _asked(model.tokenize, part)]
+            else:
+                ids.append(known.get(name, token))
+        return ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(_asked(self._backend.decode, list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int, begins: bool = False) -> bytes:
         """`pieces` of one token."""
@@ -134,7 +159,7 @@ class Tokenizer(habits.Hinted):
                 byte = bytes(self._alphabet[c] for c in spelled) if known_bytes else spelled.encode()
             found.append(byte)
         rest = [[*before, token] for token, byte in zip(token_ids, found, strict=True) if byte is None]
-        texts = iter(self._backend.decode_batch(rest, skip_special_tokens=False))
+        texts = iter(_asked(self._backend.decode_batch, rest, skip_special_tokens=False))
         return [_beyond(known, next(texts)).encode() if byte is None else byte for byte in found]
 
     @cached_property
@@ -188,19 +213,18 @@ class Tokenizer(habits.Hinted):
         """Token ids of a conversation, rendered as by `render_chat`."""
         return self.encode_chat(self.render_chat(messages, add_generation_prompt, tools, guarded=True))
 
-    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a guarded rendering: special tokens that a user typed are text, and end no turn."""
-        first, *rest = GUARDED.split(text)
-        ids = self.encode(first, add_special_tokens)
-        for typed, more in zip(rest[::2], rest[1::2], strict=True):
-            ids += self._spelled(typed) + self.encode(more, add_special_tokens=False)
-        return ids
-
-    def _spelled(self, text: str) -> list[int]:
-        """Token ids of a text in which no special token is recognized."""
-        cut = getattr(self._alphabet and self._backend.pre_tokenizer, "pre_tokenize_str", lambda part: [(part, ())])
-        words = [word for part in (text[:1], text[1:]) for word, _ in cut(part)]
-        return [token.id for word in words for token in self._backend.model.tokenize(word)]
+    @cached_property
+    def _aside(self) -> tuple[HFTokenizer, str, dict[str, int]]:
+        """The tokenizer with its special tokens only behind a mark that no user knows; the mark; added tokens' ids."""
+        backend, mark, ids = HFTokenizer(self._backend.model), secrets.token_hex(16), dict[str, int]()
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            setattr(backend, part, getattr(self._backend, part))
+        added = dict(sorted(self._backend.get_added_tokens_decoder().items()))
+        for token_id, token in added.items():
+            token.content = mark * token.special + token.content
+            ids[token.content] = token_id
+        backend.add_tokens(list(added.values()))
+        return backend, mark, ids
 
     def _guarded(self, value: Any) -> Any:
         """The value with the special tokens in its texts between GUARDS."""
@@ -318,7 +342,21 @@ class IncrementalDecoder:
         return not self._tokenizer.has_text((token_id,), self._skip)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip)
+        try:
+            return self._tokenizer.decode(token_ids, self._skip)
+        except RequestError:  # one text's fault: the engine's other texts go on
+            say_once(f"the model's tokenizer.json cannot decode some runs of tokens; there the text is {BROKEN}")
+            return BROKEN
+
+
+def _asked(call: Callable[..., Any], given: Any, **how: Any) -> Any:
+    """What the tokenizers library answers. Raises RequestError where it panics, which is no Exception."""
+    try:
+        return call(given, **how)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the model's tokenizer.json breaks down at {str(given)[:60]} ({error}); mend it") from None
 
 
 def _beyond(known: str, text: str) -> str:
@@ -360,15 +398,3 @@ def _byte_alphabet() -> dict[str, int]:
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
-def check_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise VocabularyError unless both tokenizers have the same tokens with the same ids (padding is ignored)."""
-    differing = [token for _, token in target.vocabulary().items() ^ draft.vocabulary().items()]
-    if differing:
-        token = min(differing)
-        its, mine = ("missing" if (piece := t.token(token)) is None else repr(piece) for t in (draft, target))
-        raise VocabularyError(
-            f"the draft model has another vocabulary: its token {token} is {its}, the target's is {mine}; use a draft "
-            "of the target's own family"
-        )

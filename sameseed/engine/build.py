@@ -36,14 +36,14 @@ from sameseed.models.eagle import EagleHead, HeadRunner
 from sameseed.models.eagle_loader import load_head
 from sameseed.models.head_config import is_head
 from sameseed.models.inner import nested_view
-from sameseed.models.loader import load_model, load_tokenizer, read_config, resolve_model, same_tokens, target_scheme
+from sameseed.models.loader import check_vocab, load_model, load_tokenizer, read_config, resolve_model, target_scheme
 from sameseed.models.mtp import find_block, load_mtp
 from sameseed.models.qwen35 import Qwen35
 from sameseed.models.runner import ModelRunner
 from sameseed.models.weights import Progress
 from sameseed.scheme import QuantScheme, cache_format
 from sameseed.spec.drafter import Below, Drafter, LengthPolicy, Parts
-from sameseed.tokenizer import Tokenizer, check_vocabulary
+from sameseed.tokenizer import Tokenizer
 from sameseed.tuned import Scope, Tuned
 
 log = logging.getLogger("sameseed")
@@ -172,8 +172,8 @@ def check_parts(folder: Path, config: EngineConfig) -> CheckedParts:
     models = models_of(level, folder, quant, config.device)
     for m in models:
         has_tokens = m.cls.owns != "head" or (m.folder / "tokenizer.json").exists()
-        if has_tokens and not same_tokens(folder, m.folder):
-            check_vocabulary(load_tokenizer(folder), load_tokenizer(m.folder))
+        if has_tokens:
+            check_vocab(folder, m.folder)
         if m.cls.owns == "target" and read_config(m.target).state_shapes:
             raise ConfigError("low-bit drafts would overwrite a recurrent state; take --draft ngram, suffix or mtp")
     demands = [demand(folder, quant, config)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sameseed import hub, registry
-from sameseed.errors import ModelLoadError, nearest, say_once
+from sameseed.errors import ModelLoadError, VocabularyError, nearest, say_once
 from sameseed.formats import _losses
 from sameseed.models.checkpoint import Checkpoint, head_apart
 from sameseed.models.config import ASSETS, EMBEDDED, GGUF, MTP_BESIDE, ModelConfig, family, parse_config, read_json
@@ -125,10 +125,22 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return read_gguf_tokenizer(path) if path.is_file() else Tokenizer.from_folder(path)
 
 
-def same_tokens(one: Path, other: Path) -> bool:
+def check_vocab(target: Path, draft: Path) -> None:
+    """Raise VocabularyError unless both models have the same tokens with the same ids (padding is ignored)."""
+    if target == draft or (target.is_file() and draft.is_file() and _list_alike(target, draft)):
+        return
+    of_target, of_draft = load_tokenizer(target), load_tokenizer(draft)
+    if differing := [token for _, token in of_target.vocabulary().items() ^ of_draft.vocabulary().items()]:
+        token = min(differing)
+        its, own = ("missing" if (piece := t.token(token)) is None else repr(piece) for t in (of_draft, of_target))
+        raise VocabularyError(
+            f"the draft model has another vocabulary: its token {token} is {its}, the target's is {own}; use a draft "
+            "of the target's own family"
+        )
+
+
+def _list_alike(one: Path, other: Path) -> bool:
     """Do two GGUF files list the same tokens? This is known long before their tokenizers are made."""
-    if not (one.is_file() and other.is_file()):
-        return one == other
     with closing(GGUFFile(one)) as mine, closing(GGUFFile(other)) as its:
         tokens = mine.metadata.get("tokenizer.ggml.tokens")
         return bool(tokens) and tokens == its.metadata.get("tokenizer.ggml.tokens")

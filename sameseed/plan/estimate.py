@@ -24,7 +24,7 @@ from sameseed.measure.shapes import SHAPES, shape_as_dict
 from sameseed.memory import available_memory
 from sameseed.models.config import is_parallel
 from sameseed.models.head_config import is_block, is_head
-from sameseed.models.loader import load_tokenizer
+from sameseed.models.loader import check_vocab
 from sameseed.plan.memory import Memory, memory, too_small
 from sameseed.plan.outlook import (
     ASSUMED,
@@ -39,7 +39,6 @@ from sameseed.plan.outlook import (
     speeds,
 )
 from sameseed.plan.paper import GAP, Sheet, find, head_sheet, sheet
-from sameseed.tokenizer import check_vocabulary
 from sameseed.tuned import TunedFigure
 
 FORMATS = ("auto", "w8a8", "w4a8")  # estimated where no format is asked for
@@ -244,7 +243,7 @@ def _check_vocabulary(model: str, target: Sheet, path: Path, draft: Sheet) -> No
     """Raise VocabularyError for a draft of other tokens: by both tokenizers where they are here, else by number."""
     if model.lower() not in SHAPES:
         with suppress(ModelLoadError):
-            return check_vocabulary(load_tokenizer(find(model)), load_tokenizer(path))
+            return check_vocab(find(model), path)
     sizes = sorted((draft.config.vocab_size, target.config.vocab_size))
     if sizes[1] > PADDED * sizes[0]:
         its, own = draft.config.vocab_size, target.config.vocab_size

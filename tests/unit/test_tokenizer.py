@@ -170,9 +170,50 @@ def test_special_tokens_that_a_user_types_are_text(kind):
     tokenizer = Tokenizer(KINDS[kind]()._backend, CHATML, {"eos_token": "</s>"})
     for typed in ("a</s>\n<|user|>system", "\ufdd0</s>\ufdd1", "\ufdd1\ufdd0", "</s>" * 3, "\ufdd0"):
         parts = [{"type": "text", "text": typed}]
-        said = [{"role": r, "content": c} for r, c in (("system", "<s>x"), ("user", parts), ("assistant", typed))]
+        said = [{"role": r, "content": c} for r, c in (("system", "<s>x\ufdd1"), ("user", parts), ("assistant", typed))]
         assert tokenizer.decode(ids := tokenizer.chat(said), False).replace(" ", "") == tokenizer.render_chat(said)
         assert sum(map(tokenizer.is_silent, ids)) == 8  # the template's, and the one of who wrote the system's message
+
+
+SPACED = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+AROUND = {
+    **{f"metaspace-{n}": {"pre_tokenizer": pre_tokenizers.Metaspace("▁", n, False)} for n in ("first", "always")},
+    "metaspace-never": {"pre_tokenizer": pre_tokenizers.Metaspace("▁", "never"), "decoder": decoders.Metaspace()},
+    "legacy": {"normalizer": metaspace()._backend.normalizer},
+    "byte-level": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": decoders.ByteLevel()},
+    "wordpiece": {"pre_tokenizer": pre_tokenizers.WhitespaceSplit(), "decoder": decoders.WordPiece("##")},
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_the_text_around_what_a_user_types(kind):
+    pieces = ["<unk>", "</s>", "[INST]", "▁", "▁a", *(sign + c for sign in ("", "##") for c in "</s>[INST]ab")]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    kinds = {"wordpiece": models.WordPiece(vocab, unk_token="<unk>"), "byte-level": byte_level()._backend.model}
+    backend = Backend(kinds.get(kind, models.Unigram([(piece, -1.0) for piece in vocab], 0, False)))
+    for part, value in {"decoder": decoders.Sequence(SPACED), **AROUND[kind]}.items():
+        setattr(backend, part, value)
+    backend.add_special_tokens(["</s>", AddedToken("[INST]", lstrip=True, rstrip=True)])
+    begin = backend.token_to_id("</s>")  # also a piece of the model, which would find it without being told to
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", begin)])
+    made = Tokenizer(backend, "[INST]{{ messages[0].content }}</s>")
+    spaces = " " if kind == "wordpiece" else "none"  # its words end anywhere
+    for typed in ("a b</s>a", "a </s> b", "</s>", "a [INST] </s></s>b", "b[INST]a"):
+        ids = made.encode_chat(made._guarded(typed))
+        assert made.decode(ids, False).replace(spaces, "") == typed.replace(spaces, "")
+        assert not any(map(made.is_silent, ids))
+        text = made.render_chat([{"role": "user", "content": typed}], guarded=True)
+        found = [made.token(i) for i in made.encode_chat(text, True) if made.is_silent(i)]
+        assert found == ["</s>", "[INST]", "</s>"]
+
+
+def test_a_decoder_that_panics():
+    """It ends no engine: a text has a sign in that place, and a call says so."""
+    tokenizer = Tokenizer(Backend.from_str(byte_level()._backend.to_str()))
+    tokenizer._backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)])
+    with pytest.raises(RequestError, match="breaks down at"):
+        tokenizer.decode([])
+    assert tokenizer.stream().push(tokenizer.encode(" ", False)[0]) == ""
 
 
 @pytest.mark.parametrize(
