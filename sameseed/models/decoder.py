@@ -6,16 +6,25 @@ A family is a subclass of Decoder in a file of this folder, named in `config.ARC
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sameseed.batch import Batch, Steps
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, llama_only as llama_only, mlp_shapes
+from sameseed.models.config import (
+    ModelConfig,
+    View,
+    base_config,
+    layer_shapes,
+    llama_only as llama_only,
+    mlp_shapes,
+    one_of,
+)
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
 from sameseed.models.weights import Shapes, WeightReader
@@ -63,6 +72,14 @@ class Runnable:
         raise NotImplementedError
 
 
+# Keys of GGUF files that would change what is computed, with the values that change nothing.
+FACTORS: Mapping[str, tuple[float, ...]] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
+}
+
+
 class Decoder(Runnable):
     """A decoder with its weights and the ops that run it; the batch and the KV cache are arguments of each pass.
 
@@ -89,6 +106,7 @@ class Decoder(Runnable):
     }
     # Numbers of GGUF files by their names in config.json: the key there, and the default if it may be missing.
     gguf_keys: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    gguf_factors: ClassVar[Mapping[str, Collection[str]]] = {}  # those of FACTORS that are read otherwise, by model
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -103,6 +121,11 @@ class Decoder(Runnable):
         """
         if "mlp.experts.down_proj" not in cls.gguf_names and file.number("expert_count", 0):
             raise ModelLoadError(f"{file.path}: mixtures of experts are not supported in this architecture")
+        own = {*cls.gguf_factors.get(raw["architectures"][0], ()), *(key for key, *_ in cls.gguf_keys.values())}
+        for key, same in FACTORS.items():
+            usual = [float(np.float32(raw["head_dim"] ** -0.5))] if key == "attention.scale" else []
+            if key not in own:
+                one_of(file.number(key, 0), [*same, *usual], f"{file.path}: {key}", "take the model's own folder")
         return {name: file.number(*key) for name, key in cls.gguf_keys.items()}
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ GRANITE = {  # its factors by GGUF's names
 
 class Llama(Decoder):
     """The decoder of the Llama family."""
+
+    gguf_factors: ClassVar = {"GraniteForCausalLM": GRANITE}
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:

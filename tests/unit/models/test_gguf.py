@@ -390,6 +390,10 @@ def test_other_files(tmp_path):
     ("name", "keys", "tensors", "words"),
     [
         ("llama2", {"expert_count": 8}, {}, ["experts"]),
+        ("llama2", {"logit_scale": 8.0, "residual_scale": 1.0}, {}, ["logit_scale '8.0'", "0, 1", "folder"]),
+        ("qwen3", {"attention.scale": 0.2}, {}, ["attention.scale '0.2"]),
+        ("granite", {"final_logit_softcapping": 30.0}, {}, ["final_logit_softcapping '30.0'"]),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, {}, ["attn_logit_softcapping '50.0'"]),
         ("llama2", {"rope.scaling.type": "longrope"}, {}, ["longrope", "linear"]),
         ("llama2", {"attention.value_length": 32}, {}, ["dimensions"]),
         ("llama2", {"rope.scaling.attn_factor": 1.5}, {}, ["attn_factor '1.5'", "folder"]),
