@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from sameseed.errors import ConfigError, SameseedError, nearest
@@ -57,10 +58,10 @@ def setting(default: Any, help: str) -> Any:
 
 
 def check(options: object, error: type[SameseedError] = ConfigError) -> None:
-    """Raise `error` if a field of a dataclass holds a value of another type, or a number out of its range."""
+    """Bring a dataclass's fields to their types. Raises `error` for other values, and numbers out of their range."""
     try:
         for name, kind in hints(type(options)).items():
-            value_of(kind, getattr(options, name), name)
+            object.__setattr__(options, name, value_of(kind, getattr(options, name), name))
         check_ranges(options)
     except ConfigError as found:
         raise error(str(found)) from None
@@ -107,14 +108,16 @@ def value_of(kind: Any, value: Any, name: str, where: str = "") -> Any:
         for choice in arguments:
             with suppress(ConfigError):
                 return value_of(choice, value, name, where)
-    elif origin is tuple and isinstance(value, list | tuple):
+    elif origin is tuple and isinstance(value, list | tuple | set | frozenset | range):
         return tuple(value_of(arguments[0], item, f"{name}[{i}]", where) for i, item in enumerate(value))
     elif origin is Mapping and isinstance(value, Mapping):
-        return {key: value_of(arguments[1], item, f"{name}.{key}", where) for key, item in value.items()}
+        own, of = arguments
+        return {value_of(own, k, f"{name}.{k}", where): value_of(of, v, f"{name}.{k}", where) for k, v in value.items()}
     elif kind is Any or (isinstance(value, origin or kind) and not (isinstance(value, bool) and kind is int)):
         return value
-    elif kind is float and type(value) is int and abs(value) <= LARGEST:
-        return float(value)
+    elif kind in (int, float) and isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return kind(value)  # of NumPy's
     elif dataclasses.is_dataclass(kind):
         return parse(kind, value, f"{_place(where)}{name}")  # type: ignore[arg-type]  # a class
     choices = arguments if origin in (typing.Union, types.UnionType) else (kind,)

@@ -55,7 +55,9 @@ class SamplingParams:
     repetition_penalty: float = within(1.0, 0, LARGEST, True, "above 1 discourages tokens of the text so far")
     presence_penalty: float = within(0.0, -2, 2, help="subtracted from the logit of every token written before")
     frequency_penalty: float = within(0.0, -2, 2, help="subtracted from a token's logit for each earlier occurrence")
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"help": "TOKEN=BIAS, added to a logit"})
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False, metadata={"help": "TOKEN=BIAS, added to a logit"}
+    )
     allowed_token_ids: tuple[int, ...] | None = setting(None, "a token id that may be written; if given, no other may")
     banned_token_ids: tuple[int, ...] = setting((), "a token id that is never written")
     stop: tuple[str, ...] = setting((), "text that ends the answer; not part of it")
@@ -71,22 +73,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        copies = {"stop": tuple, "stop_token_ids": tuple, "banned_token_ids": tuple, "allowed_token_ids": tuple}
-        for name, copied in {**copies, "logit_bias": dict}.items():
-            value = getattr(self, name)
-            if value is None and name != "allowed_token_ids":  # as in other libraries
-                value = ()
-            try:
-                object.__setattr__(self, name, value if value is None else copied(value))
-            except (TypeError, ValueError):
-                raise RequestError(
-                    f"{name} must be {'an object' if copied is dict else 'a list'}, got {value!r}"
-                ) from None
+        for name in ("stop", "stop_token_ids", "banned_token_ids", "logit_bias"):
+            if getattr(self, name) is None:  # as in other libraries
+                object.__setattr__(self, name, {} if name == "logit_bias" else ())
         fields.check(self, RequestError)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-            if any(type(token) is not int or token < 0 for token in getattr(self, name) or ()):
+            if any(token < 0 for token in getattr(self, name) or ()):
                 raise RequestError(f"{name}: a token is a whole number, at least 0")
         if any(not bias <= LARGEST for bias in self.logit_bias.values()):
             raise RequestError("logit_bias: a bias is a number, or -inf")
