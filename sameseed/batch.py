@@ -65,9 +65,7 @@ class Draws:
 
     def on(self, device: torch.device) -> Draws:
         """The same Draws on a device, moved by one copy; the object itself if it is there already."""
-        if self.keys.device == device:
-            return self
-        return replace(self, **_moved(_tensors(self), device))
+        return self if self.keys.device == device else replace(self, **_moved(_tensors(self), device))
 
 
 @dataclass(frozen=True)

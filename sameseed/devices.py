@@ -74,12 +74,7 @@ def title(name: str) -> str | None:
     return torch.cuda.get_device_name(torch.device(name)) if name.partition(":")[0] == "cuda" else None
 
 
-def free_memory(name: str) -> int:
-    """Bytes free on a CUDA device."""
-    return int(torch.cuda.mem_get_info(torch.device(name))[0])
-
-
-def memory_room(name: str, share: float) -> tuple[int, int, int]:
+def memory_room(name: str, share: float = 1.0) -> tuple[int, int, int]:
     """Bytes of a CUDA device that may still be taken if `share` of it may be, then its free and total bytes."""
     device = torch.device(name)
     free, total = (int(x) for x in torch.cuda.mem_get_info(device))
@@ -88,9 +83,7 @@ def memory_room(name: str, share: float) -> tuple[int, int, int]:
 
 def put(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a CPU tensor to a device, from pinned memory, so that the host need not wait for the copy."""
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def put_into(there: torch.Tensor, x: torch.Tensor) -> None:

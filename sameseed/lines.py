@@ -7,10 +7,12 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sameseed.errors import ConfigError, RequestError, SameseedError
-from sameseed.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the tokenizer's own files are read by `read_text`
+    from sameseed.tokenizer import Tokenizer
 
 KINDS = {"messages": list, "prompt": str, "text": str}
 FORMS = {"messages": '{"messages": [{"role", "content"}, ...]}', "prompt": '{"prompt": text}', "text": '{"text": text}'}

@@ -56,7 +56,7 @@ class SamplingParams:
     presence_penalty: float = within(0.0, -2, 2, help="subtracted from the logit of every token written before")
     frequency_penalty: float = within(0.0, -2, 2, help="subtracted from a token's logit for each earlier occurrence")
     logit_bias: Mapping[int, float] = field(
-        default_factory=dict, hash=False, metadata={"help": "TOKEN=BIAS, added to a logit"}
+        default_factory=dict, hash=False, metadata={"help": "TOKEN=BIAS of a logit"}
     )
     allowed_token_ids: tuple[int, ...] | None = setting(None, "a token id that may be written; if given, no other may")
     banned_token_ids: tuple[int, ...] = setting((), "a token id that is never written")
@@ -203,10 +203,8 @@ class TimeSplit:
         return self.draft + self.target + self.verify + self.schedule
 
     def add(self, other: TimeSplit, share: float = 1.0) -> None:
-        self.draft += other.draft * share
-        self.target += other.target * share
-        self.verify += other.verify * share
-        self.schedule += other.schedule * share
+        for stage, seconds in vars(other).items():
+            setattr(self, stage, getattr(self, stage) + seconds * share)
 
 
 @dataclass
@@ -240,10 +238,8 @@ class SpecMetrics:
         self.num_draft_tokens += num_draft
         self.num_accepted_tokens += num_accepted
         self.num_rollbacks += num_accepted < num_draft
-        missing = num_accepted - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos.extend([0] * missing)
-        for i in range(num_accepted):
-            self.num_accepted_tokens_per_pos[i] += 1
+        pairs = zip_longest(self.num_accepted_tokens_per_pos, [1] * num_accepted, fillvalue=0)
+        self.num_accepted_tokens_per_pos = [before + new for before, new in pairs]
 
     def add(self, other: SpecMetrics) -> None:
         for name in COUNTERS:

@@ -360,13 +360,13 @@ class QuantScheme:
     symmetric: bool = True
     activations: str | None = None  # see QuantTensor; with weights "auto", only for weights that can take them
     rules: tuple[tuple[str, QuantScheme], ...] = ()  # for modules whose names match a glob; the first match counts
-    variant: str | None = None
+    variant: str | None = None  # of "auto": what weights become that no format quantizes ("auto-bf16")
 
     def __post_init__(self) -> None:
         own = None if self.weights == "auto" else get(self.weights)
         if own is not None and not own.weights:
             raise own._no_weights()
-        options = frozenset({"activations"}) if own is None else own.options
+        options = frozenset({"activations", *DENSE.values()}) if own is None else own.options
         if self.group is not None and ("group" not in options or self.group not in (CHANNEL, *GROUPS)):
             asked = "scales per output alone (-channel)" if self.group == CHANNEL else f"groups of {self.group}"
             asked += f", only of {', '.join(map(str, GROUPS))}" if "group" in options and self.group != CHANNEL else ""
@@ -451,7 +451,7 @@ class QuantScheme:
 
     def format_for(self, dtype: torch.dtype) -> str:
         """Name of the format of a matrix that the checkpoint stores as `dtype`."""
-        return DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
+        return self.variant or DENSE.get(dtype, "fp32") if self.weights == "auto" else self.weights
 
     def dense_for(self, dtype: torch.dtype) -> str:
         """The dense format for `dtype`: the scheme's own if that is dense, else the one of the stored type."""

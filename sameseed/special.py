@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from sameseed.errors import ModelLoadError, say_once
+from sameseed.lines import read_text
 
 CONFIG, TOKENIZER, GENERATION = "tokenizer_config.json", "tokenizer.json", "generation_config.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 TEMPLATES = "additional_chat_templates"  # a folder of further templates, by name
 EXTRA = ("extra_special_tokens", "additional_special_tokens")  # special tokens without a role
+_read = partial(read_text, what="what a tokenizer needs", remedy="download it again", error=ModelLoadError)
 
 
 class TokenizerFiles:
@@ -138,13 +140,6 @@ def read_object(path: Path) -> dict[str, Any]:
         return _object(json.loads(_read(path)))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); download it again") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (UnicodeDecodeError, OSError) as error:
-        raise ModelLoadError(f"{path} is no UTF-8 text ({error}); download it again") from None
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -115,22 +115,17 @@ class Tokenizer(habits.Hinted):
         if len(parts) == 1:  # the batched form lets other threads run meanwhile, and computes no character offsets
             ids = list(_asked(self._backend.encode_batch_fast, [text], add_special_tokens=special)[0].ids)
         else:
-            ids = self._told_apart(parts, special)
+            backend, mark, known = self._aside
+            parts[::2] = [self._special.sub(lambda m: mark * (mark + m[0] in known) + m[0], p) for p in parts[::2]]
+            found, ids = _asked(backend.encode_batch, ["".join(parts)], add_special_tokens=special)[0], []
+            unknown = getattr(backend.model, "unk_token", None)
+            for token, name, added in zip(found.ids, found.tokens, found.special_tokens_mask, strict=True):
+                if token in self._silent and not added and unknown != name == self.token(token):  # a piece as well
+                    ids += [t.id for part in (name[:1], name[1:]) for t in _asked(backend.model.tokenize, part)]
+                else:
+                    ids.append(known.get(name, token))
         begin = self._backend.token_to_id(self.special.get("bos_token", ""))
         return ids[1:] if special and ids[:2] == [begin, begin] else ids
-
-    def _told_apart(self, parts: list[str], special: bool) -> list[int]:
-        backend, mark, known = self._aside
-        parts[::2] = [self._special.sub(lambda m: mark * (mark + m[0] in known) + m[0], part) for part in parts[::2]]
-        found = _asked(backend.encode_batch, ["".join(parts)], add_special_tokens=special)[0]
-        model, ids = backend.model, list[int]()
-        for token, name, added in zip(found.ids, found.tokens, found.special_tokens_mask, strict=True):
-            typed = token in self._silent and not added and name == self.token(token)  # also a piece of the model
-            if typed and name != getattr(model, "unk_token", None):
-                ids += [t.id for part in (name[:1], name[1:]) for t in _asked(model.tokenize, part)]
-            else:
-                ids.append(known.get(name, token))
-        return ids
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
         return str(_asked(self._backend.decode, list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -216,15 +211,14 @@ class Tokenizer(habits.Hinted):
     @cached_property
     def _aside(self) -> tuple[HFTokenizer, str, dict[str, int]]:
         """The tokenizer with its special tokens only behind a mark that no user knows; the mark; added tokens' ids."""
-        backend, mark, ids = HFTokenizer(self._backend.model), secrets.token_hex(16), dict[str, int]()
+        backend, mark = HFTokenizer(self._backend.model), secrets.token_hex(16)
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             setattr(backend, part, getattr(self._backend, part))
         added = dict(sorted(self._backend.get_added_tokens_decoder().items()))
-        for token_id, token in added.items():
+        for token in added.values():
             token.content = mark * token.special + token.content
-            ids[token.content] = token_id
         backend.add_tokens(list(added.values()))
-        return backend, mark, ids
+        return backend, mark, {token.content: token_id for token_id, token in added.items()}
 
     def _guarded(self, value: Any) -> Any:
         """The value with the special tokens in its texts between GUARDS."""
@@ -254,6 +248,8 @@ class Tokenizer(habits.Hinted):
         for `encode_chat`. Raises RequestError.
         """
         values = {"documents": None, "add_generation_prompt": add_generation_prompt, **self.special, **(options or {})}
+        if not isinstance(messages, Seq) or isinstance(messages, str):
+            raise RequestError('a conversation is a list of messages: [{"role": "user", "content": "hi"}, ...]')
         if guarded:
             trusted = [isinstance(m, Mapping) and m.get("role") in TRUSTED for m in messages]
             messages = [m if own else self._guarded(m) for own, m in zip(trusted, messages, strict=True)]
@@ -286,13 +282,13 @@ class IncrementalDecoder:
         self._context: list[int] = []  # the last tokens before them
         self._known = ""  # the text of `_context`
         self.tail = ""  # the complete characters among it
-        shown = (t for t in reversed(before) if not self._is_hidden(t))
+        shown = (t for t in reversed(before) if tokenizer.has_text((t,), skip_special_tokens))
         self._most = LONGEST_RUN if tokenizer.byte_tokens else CONTEXT  # tokens among which a context is looked for
         self._follow(list(islice(shown, self._most))[::-1])
 
     def push(self, token_id: int) -> str:
         """The text that this token completes (may be empty). Its time does not depend on how many came before."""
-        if self._is_hidden(token_id):
+        if not self._tokenizer.has_text((token_id,), self._skip):
             return ""
         self._waiting.append(token_id)
         text = self._decode(self._context + self._waiting)
@@ -337,9 +333,6 @@ class IncrementalDecoder:
             start -= 1
             text = self._decode(tokens[start:])
         self._context, self._known = tokens[start:], text
-
-    def _is_hidden(self, token_id: int) -> bool:
-        return not self._tokenizer.has_text((token_id,), self._skip)
 
     def _decode(self, token_ids: list[int]) -> str:
         try:

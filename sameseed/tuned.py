@@ -13,6 +13,7 @@ from sameseed import fields
 from sameseed.config import MAX_DRAFT_TOKENS
 from sameseed.errors import ConfigError
 from sameseed.fields import tomllib
+from sameseed.lines import read_text
 
 TUNED_SCHEMA = "sameseed.profile-file/1"
 TABLE_END = 4096  # batch size at which the last range of `by_batch` ends, for engines that need an end
@@ -148,18 +149,16 @@ class Tuned:
     def read(cls, path: str | Path) -> Tuned:
         """Read a profile. Raises ConfigError for a file that is no profile, or has another schema, with the key."""
         path = Path(os.path.expanduser(path))
+        where = f"profile {path}"
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read profile {path} ({error.strerror}); `sameseed tune` writes one") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"profile {path} is no TOML: {error}; mend it, or tune again") from None
+            table = tomllib.loads(read_text(path, "a profile", "`sameseed tune` writes one"))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{where} is no TOML: {error}; mend it, or tune again") from None
         schema = table.pop("schema", None)
         if schema != TUNED_SCHEMA:
             raise ConfigError(
-                f"profile {path} has schema {schema!r}, not {TUNED_SCHEMA!r}; tune again (--cost takes a cost profile)"
+                f"{where} has schema {schema!r}, not {TUNED_SCHEMA!r}; tune again (a cost profile: --cost)"
             )
-        where = f"profile {path}"
         chosen = table.get("chosen")
         if isinstance(chosen, dict) and isinstance(chosen.get("by_batch"), dict):
             chosen["by_batch"] = _pairs(chosen["by_batch"], where)

@@ -85,7 +85,7 @@ def _torch_limits(threads: int, repeats: int, device: torch.device) -> Limits:
     """Limits as PyTorch reaches them: a sum (on a GPU a copy) measures reading, matrix products measure arithmetic."""
     cpu = device.type == "cpu"
     kinds = {"fp32": torch.float32} if cpu else {"fp32": torch.float32, "bf16": torch.bfloat16}
-    free, side = available_memory() if cpu else devices.free_memory(str(device)), 512 if cpu else 8192
+    free, side = available_memory() if cpu else devices.memory_room(str(device))[1], 512 if cpu else 8192
     memory = torch.ones(min((1 if cpu else 2) * BYTES, free // 8) // 4, device=device)
     read = memory.sum if cpu else partial(torch.empty_like(memory).copy_, memory)
     timed = repeats, device, 1 if cpu else COPIES

@@ -103,7 +103,7 @@ class Profiler:
     def _fits_together(self) -> bool:
         """Whether all formats fit in memory at once. Raises ConfigError if one does not even fit alone."""
         device = self.grid.device
-        free = available_memory() - LOADING_BYTES if device == "cpu" else devices.free_memory(device)
+        free = available_memory() - LOADING_BYTES if device == "cpu" else devices.memory_room(device)[1]
         for x in self.candidates:
             if x.num_bytes > free:
                 raise ConfigError(

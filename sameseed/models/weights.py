@@ -90,8 +90,11 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
         asked = QuantScheme()
     own = source.scheme(f"{module}.weight")
     if own is None:
-        return asked if asked.weights != "auto" else replace(asked, activations=None)
+        plain = QuantScheme(asked.variant or "auto")
+        return asked if asked.weights != "auto" else plain
     if asked.weights == "auto":
+        if asked.variant is not None:
+            say_once(f"quantized weights stay as stored, the others become {asked.variant}")
         integer = asked.activations == "int8" and "activations" in scheme.get(own.weights).options
         return replace(own, activations="int8") if integer else own
     kept = asked.weights == own.weights and asked.group in (None, own.group) and asked.variant in (None, own.variant)
@@ -340,7 +343,8 @@ class WeightReader:
             say_once(f"no kernel here has weights in {chosen}; they are rounded to {to} (--format fp32: not at all)")
             return to, False
         if not as_stored:
-            say_once(f"stored codes are rounded to {chosen}: a draft's if that pays, a target's without --format auto")
+            how = "become floats, larger and slower: " if chosen.weights in scheme.DENSE.values() else "are rounded to "
+            say_once(f"stored codes {how}{chosen}; format auto keeps a target's, a draft's change where that pays")
         return chosen, as_stored
 
     def _alike(self, modules: Seq[str], how: tuple[QuantScheme, bool], spread: Spread = map) -> list[QuantTensor]:

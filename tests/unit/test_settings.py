@@ -99,7 +99,7 @@ WRONG = {
     "temperature": [-0.1, math.nan, math.inf, 10**400, "1", True], "top_p": [0.0, 1.01, math.nan], "min_p": [-0.1, 2],
     "top_k": [-2, 2.0], "repetition_penalty": [0, -math.inf], "presence_penalty": [2.5],
     "frequency_penalty": [math.nan], "max_tokens": [0, 1.5], "min_tokens": [-1, 129], "n": [0, 129],
-    "seed": [-1, 2**63], "logprobs": [101], "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: math.inf}, {5: math.nan}],
+    "seed": [-2, 2**63], "logprobs": [101], "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: math.inf}, {5: math.nan}],
     "banned_token_ids": [(-1,)], "stop_token_ids": [(1.0,)], "stop": [("",), (5,)],
 }  # fmt: skip
 
@@ -116,6 +116,13 @@ def test_out_of_range_of_request(name):
 def test_some_token_must_be_allowed(allowed):
     with pytest.raises(RequestError, match="no token"):
         SamplingParams(allowed_token_ids=allowed, banned_token_ids=(2, 1, 3))
+
+
+def test_numbers_of_numpy():
+    own = SamplingParams(stop_token_ids=[2], logit_bias={5: 1.0}, allowed_token_ids={5, 2}, temperature=0.5, seed=3)
+    its = {"stop_token_ids": [np.int64(2)], "logit_bias": {np.int64(5): np.float32(1)}, "temperature": np.float32(0.5)}
+    found = SamplingParams(**its, allowed_token_ids=np.array([5, 2])[::-1], seed=np.uint8(3))
+    assert repr(found) == repr(own) and hash(found) == hash(own)
 
 
 def test_edges_that_are_fine():

@@ -433,6 +433,15 @@ def test_numbers_that_are_none(kind, at, tmp_path):
     refused(write_gguf(tmp_path / "m.gguf", RAW, tensors, blobs={gguf_name(name): (data, kind)}), "NaN or infinity")
 
 
+def test_a_dtype_is_that_of_what_is_not_quantized(tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", RAW, random_tensors(parse_config(RAW)), lambda n: "Q8_0" if "ffn" in n else "F32"
+    )
+    as_stored, half = (load(path, weights=w).weights.layers[0] for w in ("auto", "auto-fp16"))
+    assert (as_stored.down.format, as_stored.o.format) == ("int8", "fp32")
+    assert (half.down.format, half.o.format) == ("int8", "fp16")
+
+
 def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", RAW, random_tensors(parse_config(RAW)), kinds("Q8_0"))
     config = read_config(path)

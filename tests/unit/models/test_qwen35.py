@@ -175,10 +175,12 @@ def test_the_block_drafts_by_default(folders, tmp_path, params):
     assert [draft_choice("auto", str(path)) for path in (whole, other)] == [SpecConfig("mtp"), SpecConfig("suffix")]
     sampling, found = SamplingParams(max_tokens=20, ignore_eos=True, seed=2, **params), []
     for path, draft in ((folders[0], None), (folders[0], "mtp"), (cut, "mtp"), (cut, str(beside))):
-        spec = SpecConfig() if draft is None else replace(parse_draft(draft), num_draft_tokens=3)
+        options = {"window": 8} if (path, draft) == (cut, "mtp") else {}  # it changes drafts alone
+        spec = SpecConfig() if draft is None else replace(parse_draft(draft), num_draft_tokens=3, options=options)
         config = EngineConfig(max_model_len=128, max_num_rows=24, max_num_seqs=3, spec=spec)
         found.append(texts(run(engine := build_engine(str(path), config), random_prompts(4, seed=4), sampling)))
         assert (engine.metrics.num_drafts > 10) == (draft is not None)
+        assert not options or engine.drafter.runner.window == 8
     assert found[0] == found[1] and found[2] == found[3]
     with pytest.raises(ConfigError, match="another model"):
         build_engine(str(other), EngineConfig(max_model_len=64, spec=parse_draft(str(beside))))
