@@ -90,8 +90,7 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
         asked = QuantScheme()
     own = source.scheme(f"{module}.weight")
     if own is None:
-        plain = QuantScheme(asked.variant or "auto")
-        return asked if asked.weights != "auto" else plain
+        return asked if asked.weights != "auto" else QuantScheme(asked.variant or "auto")
     if asked.weights == "auto":
         if asked.variant is not None:
             say_once(f"quantized weights stay as stored, the others become {asked.variant}")
