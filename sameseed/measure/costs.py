@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sameseed import fields
-from sameseed.cost.curve import ENGINE_SCHEMA, P10_TO_P90, Curve, interpolate, read_table
+from sameseed.cost.curve import ENGINE_SCHEMA, P10_TO_P90, Curve, read_table
 from sameseed.cost.round import Gap, RoundCost
 from sameseed.errors import ConfigError, nearest
 from sameseed.measure.limits import Limits
@@ -109,33 +109,18 @@ class ShapeCosts:
             raise ConfigError(f"format {format!r} was not profiled{hint} (there are: {measured})")
         return found
 
-    def ms(self, format: str, rows: float, context: float | None = None) -> float:
-        """Milliseconds of a pass over `rows` rows after `context` tokens (None: the smallest measured context).
-
-        Interpolates linearly between measured points, and extrapolates from the last two beyond the largest. Below the
-        smallest point the value is constant. Raises ConfigError for a format that was not measured, or rows below 1.
-        """
-        if rows < 1:
-            raise ConfigError(f"a pass has at least 1 row, got {rows}")
-        curves = self.curves(format)
-        by_context = [_between([x.rows for x in its], [x.ms for x in its], rows) for its in curves.values()]
-        return by_context[0] if context is None else _between(list(curves), by_context, context)
-
-    def c(self, format: str, rows: float, context: float | None = None) -> float:
-        """c(rows): `ms(format, rows, context) / ms(format, 1, context)`."""
-        return self.ms(format, rows, context) / self.ms(format, 1, context)
-
     def curve(self, format: str) -> Curve:
         """Seconds of passes at the shortest context; the longest gives what cached tokens cost. Raises ConfigError."""
         curves = self.curves(format)
         base, long = min(curves), max(curves)
-        points = [(x.rows, x.ms / 1e3) for x in curves[base]]
+        near, far = (Curve([(x.rows, x.ms / 1e3) for x in curves[at]], at) for at in (base, long))
         if long == base:
-            return Curve(points, base)
-        few, many = points[0][0], points[-1][0]
-        slow = [(self.ms(format, m, long) - self.ms(format, m, base)) / 1e3 / (long - base) for m in (few, many)]
+            return near
+        few, many = near.rows[0], near.rows[-1]
+        slow = [(far.at(m) - near.at(m)) / (long - base) for m in (few, many)]
         per_row = max(0.0, (slow[1] - slow[0]) / (many - few)) if many > few else 0.0
-        return Curve(points, base, max(0.0, slow[0] - few * per_row), per_row)
+        near.per_token, near.per_row = max(0.0, slow[0] - few * per_row), per_row
+        return near
 
     def cost(self, format: str, gap: float = 0.0) -> RoundCost:
         """The costs of rounds, with `gap` seconds between passes. Raises ConfigError for a format not profiled."""
@@ -193,8 +178,3 @@ class Profile(ShapeCosts):
         if not all(size >= 1 and 0 < ms < MOST_MS for size, ms in passes):
             raise ConfigError(f"{where} has passes without rows, or of impossible times; profile again")
         return found
-
-
-def _between(xs: Seq[float], ys: Seq[float], x: float) -> float:
-    y = interpolate(xs, ys, x)
-    return max(y, ys[-1]) if x > xs[-1] else y  # noise can make the last slope negative: do not extrapolate that

@@ -78,18 +78,15 @@ def made(*points):
 
 
 def test_interpolation():
-    found = made((0, 1, 10.0), (0, 4, 13.0), (0, 8, 21.0), (100, 1, 20.0), (100, 4, 40.0), (100, 8, 40.0))
-    expected = {(4, None): 13.0, (2, None): 11.0, (6, None): 17.0, (10, 100): 40.0, (4, 50): 26.5, (1, 200): 30.0}
-    expected[10, None] = 25.0  # beyond the last: along the last two
-    assert {at: found.ms("w4a8", *at) for at in expected} == expected
-    assert found.c("w4a8", 4, 100) == 2.0 and found.c("w4a8", 1, 33) == 1.0
-    assert made((16, 1, 10.0)).c("w4a8", 8, 4000) == 1.0, "one point is all there is"
-    falling = made((0, 1, 10.0), (0, 2, 12.0), (0, 4, 11.0))
-    assert falling.ms("w4a8", 8) == 11.0, "noise is not carried on"
+    found = made((0, 1, 10.0), (0, 4, 13.0), (0, 8, 21.0), (100, 1, 20.0), (100, 4, 40.0), (100, 8, 40.0)).curve("w4a8")
+    expected = {(4, 0): 13.0, (2, 0): 11.0, (6, 0): 17.0, (10, 0): 25.0, (1, 50): 15.0, (8, 100): 40.0}
+    assert {at: 1e3 * found.cost(at[0], 1, at[1]) for at in expected} == pytest.approx(expected)
+    alone = made((16, 1, 10.0)).curve("w4a8")
+    assert alone.cost(8, 1, 4000) == alone.cost(1), "one point is all there is"
+    falling = made((0, 1, 10.0), (0, 2, 12.0), (0, 4, 11.0)).curve("w4a8")
+    assert falling.at(8) == falling.at(2), "noise is not carried on"
     with pytest.raises(ConfigError, match="did you mean 'w4a8'"):
-        found.c("w4a16", 2)
-    with pytest.raises(ConfigError, match="at least 1 row"):
-        found.ms("w4a8", 0)
+        made((0, 1, 10.0)).curve("w4a16")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +130,7 @@ def test_an_interruption_keeps_what_was_measured(monkeypatch):
     count, stop = 0, 2 + 12 + 2  # one measured, of the first format only
     found = profile("tiny", formats=("bf16", "fp32"), **SMALL)
     assert [(x.format, x.rows) for x in found.costs] == [("bf16", 1)]
-    assert replace(found, interrupted=False).c("bf16", 1) == 1.0
+    assert replace(found, interrupted=False).curve("bf16").at(1) == found.costs[0].ms / 1e3
     count, stop = 0, 4  # during the warm-up
     with pytest.raises(KeyboardInterrupt):
         profile("tiny", formats=("bf16", "fp32"), **SMALL)

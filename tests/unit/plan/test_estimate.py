@@ -227,7 +227,7 @@ def test_profiled_costs_are_used_as_they_are():
     assert [e.format for e in found] == list(record.formats)
     for e in found:
         plain, drafted = e.speeds
-        ms = record.ms(e.format, 1, 256)
+        ms = 1e3 * record.curve(e.format).cost(1, 1, 256)
         assert plain.tokens_per_s.grade == "profiled"
         assert plain.tokens_per_s.value == pytest.approx(1e3 / (ms + 0.35))
         assert drafted.speedup.grade == "paper"  # of the draft nothing was profiled

@@ -93,15 +93,15 @@ def depth_rows(deep: Mapping[str, Any], model: Mapping[str, Any], gain: float) -
     shares = [a / max(1.0, drafts) for a in accepted]  # of drafts whose tokens up to this one are right
     fall = (shares[-1] / shares[0]) ** (1 / max(1, len(shares) - 1)) if shares[0] else 0.0
     shares += [shares[-1] * fall**i for i in range(1, LONGEST)]
-    plain_ms, alone, rows = costs.ms(FORM, 1), costs.draft.ms(FORM, 1), list[Row]()
+    passes, rows = costs.curve(FORM), list[Row]()
+    plain_ms, alone = 1e3 * passes.at(1), 1e3 * costs.draft.curve(FORM).at(1)
     for k in range(1, LONGEST + 1):
-        check, tokens = costs.c(FORM, k + 1), 1.0 + sum(shares[:k])
+        check, tokens = passes.at(k + 1) / passes.at(1), 1.0 + sum(shares[:k])
         row: Row = {"cell": DepthCell.name, "k": k, "check": check, "tokens": tokens, "plain_ms": plain_ms}
         for name, step in (("head", alone / gain), ("alone", alone)):
             row |= {f"{name}_share": k * step / plain_ms, f"{name}_gain": tokens / (check + k * step / plain_ms)}
         rows.append(row)
-    most = max(row["head_gain"] for row in rows)
-    return [{**row, "best": row["head_gain"] == most} for row in rows]
+    return [{**row, "best": row["head_gain"] == max(r["head_gain"] for r in rows)} for row in rows]
 
 
 def cells(setup: StudySetup) -> list[Cell]:
