@@ -304,10 +304,10 @@ class CompletionReply(Reply):
         new = slice(choice.num_sent, None if not self.hidden else choice.num_sent)
         entries, base = choice.logprobs[new], len(self._prefix(index, choice))
         offsets = [base + at for at in choice.text_offset[new]]
-        echo = self._echo(index)[1]
+        repeated, echo = self._echo(index)
         if echo and not choice.echoed:
             entries = [[echo[0], None, []], *choice.prompt_logprobs, *entries]
-            offsets = [min(at, base) for at in self._offsets(echo)] + offsets
+            offsets = [min(at, base) for at in self._offsets(echo, repeated)] + offsets
         choice.num_sent, choice.echoed = len(choice.logprobs), True
         for (token, logprob, top), at in zip(entries, offsets, strict=True):
             begins = self.begins(choice, token, [] if echo else self.prompt_of(index))
@@ -321,10 +321,15 @@ class CompletionReply(Reply):
                 made[key].append(value)
         return made
 
-    def _offsets(self, ids: Seq[int]) -> list[int]:
-        decoder = self.text.tokenizer.stream(self.add.params.skip_special_tokens)
-        at, found = 0, []
+    def _offsets(self, ids: Seq[int], text: str) -> list[int]:
+        """Where the prompt's tokens begin in the text that is repeated, which spells special tokens as it was given."""
+        tokenizer, is_given = self.text.tokenizer, text != self._decode(list(ids))
+        decoder = tokenizer.stream(self.add.params.skip_special_tokens and not is_given)
+        at, found = 0, list[int]()
         for token in ids:
             found.append(at + len(decoder.tail))
-            at += len(decoder.push(token))
+            piece = decoder.push(token)
+            if len(found) == 1 and tokenizer.is_silent(token) and not text.startswith(piece):
+                decoder, piece = tokenizer.stream(not is_given), ""  # the tokenizer put it before the text
+            at += len(piece)
         return found

@@ -270,6 +270,10 @@ def test_log_probabilities_and_echo(http, llm):
         lp["tokens"]
     )
     assert lp["token_logprobs"][0] is None and lp["top_logprobs"][0] is None
+    special = llm.tokenizer.token(llm.tokenizer.special_ids[0])  # a text that spells it is repeated as it is
+    spelled = complete(http, f"the sum{special} of all", echo=True, max_tokens=0, logprobs=0)["choices"][0]
+    names, places = spelled["logprobs"]["tokens"], spelled["logprobs"]["text_offset"]
+    assert special in names and all(map(spelled["text"].startswith, names, places))
     assert lp["token_logprobs"][-4:] == made["logprobs"]["token_logprobs"]
     assert all(v < 0 and math.isfinite(v) for v in lp["token_logprobs"][1:])
     for token, value, top in list(zip(lp["tokens"], lp["token_logprobs"], lp["top_logprobs"]))[1:]:
