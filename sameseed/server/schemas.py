@@ -71,6 +71,16 @@ def check(schema: Any, name: str, character: str = "") -> str:
     return _ENCODER.encode(_SchemaWriter(json.loads(text), name, character).whole())
 
 
+def matches(value: Any, schema: Any) -> bool:
+    """Whether a value matches a schema that was checked. Patterns are not tried, as they could take forever."""
+    from jsonschema import Draft202012Validator  # late: hardly a request needs it
+    from referencing import Registry
+
+    return '"pattern' not in _ENCODER.encode(schema) and Draft202012Validator(schema, registry=Registry()).is_valid(
+        value
+    )
+
+
 class _SchemaWriter:
     """Writes a schema anew, without annotations. What its references lead to comes into `$defs` of the new one."""
 

@@ -37,6 +37,7 @@ from sameseed.server.protocol import (
 )
 from sameseed.server.reasoning import Thoughts, marks_for
 from sameseed.server.replies import CompletionReply, Reply
+from sameseed.server.structured import GrammarSource
 from sameseed.server.text import TextCodec
 from sameseed.server.tools import FENCES, FORMATS, Parser
 
@@ -141,7 +142,7 @@ class Service:
         """The reply to come, and the frame of its grammar, if it has one. Raises ApiError."""
         large = visit.size > INLINE
         source, content = await limits.away(large, lambda: (fields.source(text.calls), fields.content()))
-        parser = tool_parser(content.tools, text, source is None) if isinstance(content, Render) else None
+        parser = tool_parser(content.tools, text, source) if isinstance(content, Render) else None
         template = text.tokenizer.template_for(tools=True)
         reasoning = marks_for(template, text.calls, self.config.reasoning_parser)
         marks = {*(reasoning or ())[:2], *(FORMATS[text.calls].marks if parser and text.calls else ())}
@@ -211,13 +212,16 @@ class Service:
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
 
 
-def tool_parser(tools: Seq[dict[str, Any]], text: TextCodec, free: bool = True) -> Callable[[], Parser] | None:
-    """Makes tool-call parsers, one per choice; None without tools. `free`: no grammar writes calls. Raises ApiError."""
+def tool_parser(
+    tools: Seq[dict[str, Any]], text: TextCodec, source: GrammarSource | None = None
+) -> Callable[[], Parser] | None:
+    """Makes tool-call parsers, one per choice; None without tools. `source`: the answer's grammar. Raises ApiError."""
     if not tools:
         return None
     if text.calls is None:
         raise bad_request("this model's chat template has no tools, or none that this server can read", "tools")
     schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
     form = FORMATS[text.calls]
-    marks = form.marks if free else tuple(mark for mark in form.marks if mark not in FENCES)
-    return partial(Parser, schemas, form._replace(marks=marks))
+    if form.close and not (source is None or source.is_free):
+        form = form._replace(marks=tuple(mark for mark in form.marks if mark not in FENCES), bare=False)
+    return partial(Parser, schemas, form, source is not None and source.is_free)

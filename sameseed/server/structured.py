@@ -28,6 +28,7 @@ class GrammarSource(NamedTuple):
     kind: str
     text: str
     field: str
+    is_free: bool = False  # the text is free until a mark opens a call
 
     @property
     def key(self) -> str:
@@ -147,7 +148,8 @@ def of_tools(
         return None
     if parser is not None and FORMATS[parser].close:  # free text, until a call opens
         free = {"type": "triggered_tags", "triggers": [FORMATS[parser].marks[0]], "at_least_one": False}
-        return _calls({**free, "stop_after_first": not several}, tools, parser)
+        calls = _calls({**free, "stop_after_first": not several}, tools, parser)
+        return calls and calls._replace(is_free=True)
     raise bad_request("this model's calls have no mark of their own: 'strict' needs tool_choice 'required'", "tools")
 
 
@@ -159,7 +161,8 @@ def _calls(
     form = FORMATS[parser]
     tags, size = [], 0
     for tool in tools:
-        schema = tool.function.parameters or {"type": "object"}
+        schema = tool.function.parameters
+        schema = {"additionalProperties": False} if schema is None else schema  # it takes none
         if schema.get("type", "object") != "object":
             raise bad_request("tools: 'parameters' of a function must be a schema of type object", "tools")
         size += len(json.dumps(schema, ensure_ascii=False))

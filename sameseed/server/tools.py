@@ -94,7 +94,7 @@ FORMATS = {  # named as vLLM's parsers
         (CALL,), "<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", separator="<|start|>assistant"
     ),
     "hermes": CallFormat(
-        (OPEN, *FENCES), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n", CLOSE, signs=(OPEN,)
+        (OPEN, *FENCES), OPEN + '\n{"name": "NAME", "arguments": ', "}\n" + CLOSE, "\n", CLOSE, True, signs=(OPEN,)
     ),
     "mistral": CallFormat(("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     "llama3": CallFormat(
@@ -158,12 +158,13 @@ class _Braces:
 class Parser:
     """Finds the calls in one text, as a state machine. Whitespace next to calls is dropped.
 
-    A tail that may become a call is held back until that is certain.
+    A tail that may become a call is held back until that is certain. `checked`: calls between marks have arguments
+    that match their schemas, as a grammar wrote them; others must match to be calls.
     """
 
-    def __init__(self, tools: Tools, form: CallFormat) -> None:
-        self._tools, self._form = tools, form
-        self._buffer, self._mark, self._close = "", "", form.close
+    def __init__(self, tools: Tools, form: CallFormat, checked: bool = False) -> None:
+        self._tools, self._form, self._checked = tools, form, checked
+        self._buffer = self._mark = self._close = ""
         self._called = False  # was there a call yet?
         self._bare = True  # only whitespace since the last call, or since the beginning
         self._braces, self._inner = _Braces(), _Braces()  # of the calls that may have begun, of a call's arguments
@@ -210,7 +211,7 @@ class Parser:
     def _begin(self, at: int, mark: str) -> None:
         """A call may begin with this mark, `at` characters from here."""
         self._mark = "" if mark == XML else mark  # that one is a part of the call
-        self._close = END if mark == CALL else FENCES.get(mark, self._form.close)
+        self._close = END if mark == CALL else FENCES.get(mark, self._form.close if mark else "")
         self._buffer = self._buffer[at + len(self._mark) :]
         self._step, self._braces, self._inner, self._given = self._inside, _Braces(), _Braces(), None
 
@@ -224,7 +225,8 @@ class Parser:
             return False
         reader, end, size = region
         body = buffer[:end] if end >= 0 else buffer
-        if (head := self._head(reader, body)) is not None:
+        is_open = self._checked and self._mark in ("", *FENCES)  # no grammar wrote it
+        if not is_open and (head := self._head(reader, body)) is not None:
             begin, self._inner.at = head.end(), max(self._inner.at, head.end())
             shut = self._inner.find(buffer)
             is_long = len(body) > begin + LONG and not 0 <= shut <= begin + LONG
@@ -245,6 +247,8 @@ class Parser:
         if reader is not None:
             with suppress(ValueError, LookupError, TypeError, RecursionError):  # it is no call
                 calls = reader(body, self._tools)
+        if is_open and not all(schemas.matches(json.loads(c.arguments), self._tools[c.name]) for c in calls):
+            calls = []
         shown = 0 if reader is not _sent else body.find(ARGUMENTS) + len(ARGUMENTS)  # the rest is Harmony's header
         if end < 0:  # if this is no call, a later one may be
             at = -1 if calls or not self._close else buffer.find(self._close)
@@ -263,7 +267,7 @@ class Parser:
         if form.python and (python := _PYTHON.match(begin)) is not None:
             end = buffer.find(self._close) if self._close else -1
             return (_python, end, end + len(self._close) if end >= 0 else -1) if python[1] in self._tools else none
-        if self._close in FENCES.values() and _OTHER.match(begin):
+        if self._close in ("", *FENCES.values()) and _OTHER.match(begin):
             return none
         if GEMMA in form.marks and begin.startswith("call:"):
             return self._quoted_region()

@@ -13,6 +13,7 @@ from sameseed.server.errors import ApiError
 from sameseed.server.frames import Add, Piece, Render
 from sameseed.server.protocol import ChatFields, read
 from sameseed.server.service import tool_parser
+from sameseed.server.structured import GrammarSource
 from sameseed.server.tools import FORMATS, Call, More, Parser, parser_for
 
 TYPES = {"city": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": "boolean"}}
@@ -34,6 +35,8 @@ CALLS = [
         ["Let me see. ", KOELN, KOELN, " Done"],
     ),
     ("hermes", f"<tool_call>{GET}", [KOELN]),
+    ("hermes", f" {GET}\n{ADD}\n<tool_call>{ADD}</tool_call>", [KOELN, PLUS, PLUS]),  # without marks, as it does too
+    ("hermes", f"{GET} so", [KOELN, " so"]),
     ("hermes", f"\n<tool_call>\n{GET}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>\n", [KOELN, KOELN]),
     ("hermes", f"<tool_call>[{GET}, {ADD}]</tool_call>", [KOELN, PLUS]),
     ("hermes", f"```json\n{GET}\n```\n<tools>\n{ADD}\n</tools>", [KOELN, PLUS]),  # as Qwen2.5-Coder does
@@ -294,7 +297,9 @@ async def test_conversations_with_tools_reach_the_template(text):
         '<tool_call> {"name": "get", "parameters": {"type": "object"}}[user] weather?[assistant] get(Ulm)[tool] rain'
     )
     assert read(ChatFields, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).offered == []
-    assert tool_parser(TOOLS, text, free=False)().feed(f"```json\n{GET}") == [f"```json\n{GET}"]  # a grammar's form
+    assert tool_parser(TOOLS, text, GrammarSource("json", "", "format"))().feed(f"```json\n{GET}") == [
+        f"```json\n{GET}"
+    ]  # a grammar's form
 
 
 @pytest.mark.parametrize(("name", "shown"), [("lfm2", "List of tools: "), ("granite", "<|tool_call|>")])
@@ -409,13 +414,19 @@ def test_what_compels_no_call():
         source(tool_choice="required", tools=[])
 
 
-def test_strict_tools_that_the_model_may_call():
+def test_strict_tools_that_the_model_may_call(text):
     asked = read(ChatFields, {"messages": MESSAGES[:1], "tools": STRICT})
     assert "strict" not in asked.offered[0]["function"], "the template sees what it knows"
     made = asked.source("hermes")
     assert made is not None and json.loads(made.text)["format"]["triggers"] == ["<tool_call>"]
     with pytest.raises(ApiError, match="tool_choice 'required'"):
         asked.source("llama3")
+    for arguments, matches in ({"city": "Köln"}, True), ({"city": 5}, False), ({}, False):
+        for form in "<tools>%s</tools>", "```json\n%s\n```", "%s":
+            said = form % json.dumps({"name": "get", "arguments": arguments}, ensure_ascii=False)
+            parser = tool_parser(STRICT, text, made)()  # no grammar wrote these
+            found = parser.feed(said) + parser.end()
+            assert found == [KOELN] if matches else "".join(found) == said
 
 
 @pytest.mark.parametrize(
