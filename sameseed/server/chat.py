@@ -22,6 +22,7 @@ class ChatChoice(ReplyChoice):
     parser: Parser | None = None  # finds tool calls, if any are possible
     call_prefix: str = ""  # prefix of the ids of calls
     one_call: bool = False  # keep only the first call
+    has_stops: bool = False  # may a text of the request's end it within a call?
     named: bool = False  # was this function to be called? Then finish_reason is never "tool_calls"
     content: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -33,8 +34,9 @@ class ChatChoice(ReplyChoice):
         super().take(piece)
         found: list[Found] = [piece.text] if piece.text else []
         if self.parser is not None:
-            reason = self.finish_reason
-            found = self.parser.feed(piece.text) + (self.parser.end(cut=reason == "length") if reason else [])
+            found = self.parser.feed(piece.text)
+            if self.finish_reason:
+                found += self.parser.end(cut=self.has_stops or self.finish_reason == "length")
         self.fresh, self.fresh_calls = [item for item in found if isinstance(item, str)], {}
         self.content += self.fresh
         for item in found:
@@ -74,7 +76,8 @@ class ChatReply(Reply):
         named = isinstance(self.fields.tool_choice, NamedTool)
         one_call = named or self.fields.parallel_tool_calls is False
         parser, prefix = self.parser and self.parser(), f"call_{self.id[-24:]}_{index}"
-        return ChatChoice(thoughts, parser=parser, call_prefix=prefix, one_call=one_call, named=named)
+        stops = bool(self.add.params.stop)
+        return ChatChoice(thoughts, parser=parser, call_prefix=prefix, one_call=one_call, has_stops=stops, named=named)
 
     def whole_choice(self, index: int, choice: ChatChoice) -> dict[str, Any]:
         message = choice.message() | self._thoughts(choice.reasoning)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.unions import TYPES, Unions, are_apart, enumerated, listed_values, target, telling, values_fit
+from sameseed.server.unions import TYPES, Unions, are_apart, enumerated, listed_values, target, telling
 
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
 # grammar compiler would ignore them.
@@ -27,13 +27,8 @@ _HOLDERS = (
     ("array", _OF_ARRAYS, "prefixItems", "minItems", {"items", "unevaluatedItems"}),
 )
 _WHOLE = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}  # other keywords cannot be enforced beside one
-# Bounds that may stand beside listed values, if all of these keep them.
-_FULFILLED: dict[str, Callable[[Any, float], bool]] = {
-    "minLength": lambda value, bound: not isinstance(value, str) or len(value) >= bound,
-    "maxLength": lambda value, bound: not isinstance(value, str) or len(value) <= bound,
-    "minimum": lambda value, bound: not isinstance(value, int | float) or value >= bound,
-    "maximum": lambda value, bound: not isinstance(value, int | float) or value <= bound,
-}
+# May stand beside listed values, if all of these keep them.
+_FULFILLED = {"type", "minLength", "maxLength", "minimum", "maximum"}
 # Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
 _SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -72,13 +67,14 @@ def check(schema: Any, name: str, character: str = "") -> str:
 
 
 def matches(value: Any, schema: Any) -> bool:
-    """Whether a value matches a schema that was checked. Patterns are not tried, as they could take forever."""
-    from jsonschema import Draft202012Validator  # late: hardly a request needs it
+    """Whether a value matches a schema. One with patterns is never matched, as they could take forever."""
+    from jsonschema import Draft202012Validator, exceptions  # late: hardly a request needs it
     from referencing import Registry
 
-    return '"pattern' not in _ENCODER.encode(schema) and Draft202012Validator(schema, registry=Registry()).is_valid(
-        value
-    )
+    with suppress(exceptions.UnknownType, TypeError):
+        checker = Draft202012Validator(schema, registry=Registry())
+        return '"pattern' not in _ENCODER.encode(schema) and bool(checker.is_valid(value))
+    return False
 
 
 class _SchemaWriter:
@@ -139,8 +135,7 @@ class _SchemaWriter:
         if unknown := [key for key in made if key not in KNOWN]:
             raise self._fault(f"{place}.{unknown[0]}", "is a keyword that cannot be enforced; leave it out")
         if whole := min(made.keys() & _WHOLE, default=None):
-            others = sorted(made.keys() - {whole})
-            if others and not (others == ["type"] and whole in ("enum", "const") and values_fit(made)):
+            if others := sorted(made.keys() - {whole}):
                 raise self._fault(f"{place}.{others[0]}", f"cannot be enforced beside {whole!r}; leave it out")
             self._whole(whole, made, f"{place}.{whole}")
         else:
@@ -253,6 +248,7 @@ class _SchemaWriter:
         if self._num_patterns > limits.MAX_PATTERNS:
             raise self._fault(place, f"is one too many: at most {limits.MAX_PATTERNS}")
         check_text(pattern, self._name, "pattern", limits.MAX_REGEX)
+        pattern = _CODE.sub(lambda c: re.escape(chr(int(c[1] or c[2], 16))) if c[1] or c[2] else c[0], pattern)
         if any(_UNSAFE.search(part) for part in _PART.findall(pattern) if part[:2] != "[^"):
             raise self._fault(place, "may hold no quote, backslash or control character of its own")
         try:
@@ -372,9 +368,8 @@ def _settle(node: dict[str, Any]) -> None:
     if (values := enumerated(node)) is None:
         return
     node.pop("format", None)  # beside values it is a comment
-    for key in node.keys() & _FULFILLED.keys():
-        fulfilled, bound = _FULFILLED[key], node[key]
-        if type(bound) in (int, float) and all(fulfilled(value, bound) for value in values):
+    for key in node.keys() & _FULFILLED:
+        if matches(values, {"items": {key: node[key]}}):
             del node[key]
 
 
@@ -396,6 +391,7 @@ _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|:|P?<\w+>)?|.", r
 _AROUND = '[^"]*'  # any characters that need no escape in JSON
 # What may match a character that a JSON string must escape, which the grammar would write unescaped.
 _UNSAFE = re.compile(r'\\["\\nrtfv0xuc]|["\x00-\x1f]')
+_CODE = re.compile(r"\\(?:u(?![dD][89a-fA-F])([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|[^ux])")  # of a character, or no code
 
 
 def whole_match(pattern: str) -> str:

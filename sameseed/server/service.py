@@ -212,9 +212,7 @@ class Service:
         return JSONResponse({**named, "chat_template": tokenizer.chat_template})
 
 
-def tool_parser(
-    tools: Seq[dict[str, Any]], text: TextCodec, source: GrammarSource | None = None
-) -> Callable[[], Parser] | None:
+def tool_parser(tools: Seq[Any], text: TextCodec, source: GrammarSource | None) -> Callable[[], Parser] | None:
     """Makes tool-call parsers, one per choice; None without tools. `source`: the answer's grammar. Raises ApiError."""
     if not tools:
         return None

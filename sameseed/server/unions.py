@@ -222,12 +222,6 @@ def _allowed_types(said: Any) -> set[str]:
     return types | {"integer"} if "number" in types else types
 
 
-def values_fit(node: dict[str, Any]) -> bool:
-    """Whether the values that a schema lists are all of the `type` beside them."""
-    types = _allowed_types(node["type"])
-    return types <= TYPES and said_types(node) <= types
-
-
 def _kinds(form: Any) -> set[str]:
     """The types of a schema's values, without "integer", which is a number."""
     return {"number" if kind == "integer" else kind for kind in types_of(form)}

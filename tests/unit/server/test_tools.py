@@ -297,9 +297,8 @@ async def test_conversations_with_tools_reach_the_template(text):
         '<tool_call> {"name": "get", "parameters": {"type": "object"}}[user] weather?[assistant] get(Ulm)[tool] rain'
     )
     assert read(ChatFields, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).offered == []
-    assert tool_parser(TOOLS, text, GrammarSource("json", "", "format"))().feed(f"```json\n{GET}") == [
-        f"```json\n{GET}"
-    ]  # a grammar's form
+    shown = f"```json\n{GET}"
+    assert tool_parser(TOOLS, text, GrammarSource("json", "", "format"))().feed(shown) == [shown]  # a grammar's form
 
 
 @pytest.mark.parametrize(("name", "shown"), [("lfm2", "List of tools: "), ("granite", "<|tool_call|>")])
@@ -314,7 +313,7 @@ async def test_calls_that_a_template_drops_are_written_as_the_model_writes_them(
     said = [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}, MESSAGES[2]]
     (ids,) = await text.prompts(read(ChatFields, {"messages": said, "tools": TOOLS}).content(), False)
     _, answer, _ = text.tokenizer.decode(ids, skip_special_tokens=False).removeprefix(shown).splitlines()
-    parser = tool_parser(TOOLS, text)()
+    parser = tool_parser(TOOLS, text, None)()
     assert [json.loads(call.arguments) for call in parser.feed(answer) + parser.end()] == [json.loads(arguments)] * 2
     assert ids.count(text.tokenizer.vocabulary()[mark]) == 1 + (shown == mark)
 
@@ -322,8 +321,8 @@ async def test_calls_that_a_template_drops_are_written_as_the_model_writes_them(
 def test_tools_that_cannot_be(pair):
     plain = codec(pair)
     with pytest.raises(ApiError, match="template has no tools"):
-        tool_parser(TOOLS, plain)
-    assert tool_parser([], plain) is None
+        tool_parser(TOOLS, plain, None)
+    assert tool_parser([], plain, None) is None
     user = {"messages": MESSAGES[:1]}
     bad = [{"tool_choice": c} for c in ("always", {"type": "function", "function": {"name": 1}}, {"type": "function"})]
     for fields in (*bad, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, {"tools": TOOLS * 129}):
@@ -332,10 +331,11 @@ def test_tools_that_cannot_be(pair):
         assert caught.value.status == 400
 
 
-def answer(text, pieces, done=DONE, **more):
+def answer(text, pieces, done=DONE, params=None, **more):
     """The body and the chunks of a reply to these pieces, of which the last one ends the reply."""
+    params = params or SamplingParams()
     fields = read(ChatFields, {"messages": MESSAGES[:1], "tools": TOOLS, **more})
-    reply = ChatReply(Add("x", [[1]], SamplingParams()), fields, text, parser=tool_parser(TOOLS, text))
+    reply = ChatReply(Add("x", [[1]], params), fields, text, parser=tool_parser(TOOLS, text, None))
     chunks = []
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
@@ -397,6 +397,8 @@ def test_arguments_that_were_cut_off(text):
     body, chunks = answer(text, ["<tool_call>", '{"name": "get", "arguments": {"ci', "ty"], done=cut_off)
     assert body["message"]["tool_calls"] == gathered(chunks)
     assert body["message"]["tool_calls"][0]["function"]["arguments"] == '{"city'
+    stopped, _ = answer(text, ['<tool_call>{"name": "get", "arguments": {"city'], params=SamplingParams(stop="x"))
+    assert stopped["message"] == body["message"] | {"tool_calls": stopped["message"]["tool_calls"]}, "no markup is text"
 
 
 ARGUMENTS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
