@@ -13,6 +13,7 @@ from sameseed.cli.flags import QuantizeArgs
 from sameseed.cli.options import Parsed, unread
 from sameseed.config import parse_options
 from sameseed.errors import ConfigError
+from sameseed.measure.quality.show import Variant
 from sameseed.models.loader import resolve_model
 from sameseed.quantize import _run as quantizing
 from sameseed.quantize._head import turn_head
@@ -32,14 +33,13 @@ def run(parsed: Parsed[QuantizeArgs]) -> int:
     if args.budget is None:
         unread(args, ("candidates",), "only --budget chooses from them; --scheme says what is stored")
     given = {f.name: getattr(args, f.name) for f in fields(QuantizePlan)}
-    given["options"] = parse_options(args.options)
     given["candidates"] = tuple(c.strip() for c in args.candidates.split(",") if c.strip())
-    plan = QuantizePlan(**given)
+    plan = QuantizePlan(**{**given, "options": parse_options(args.options)})
     result = quantized(plan, quiet=args.json)
     if args.json:
         print(json.dumps({"folder": str(result.folder), **result.quantization}))
     else:
-        _show(result)
+        _show(result, args.model)
     return 0
 
 
@@ -71,7 +71,7 @@ def quantized(plan: QuantizePlan, quiet: bool = False) -> QuantizeResult:
             raise
 
 
-def _show(result: QuantizeResult) -> None:
+def _show(result: QuantizeResult, model: str) -> None:
     found, console = result.quantization, stdout_console()
     if found["sensitivity"]:
         heads = ("part", "scheme", "bits", "loss if it alone is stored so (nats/token)")
@@ -82,7 +82,7 @@ def _show(result: QuantizeResult) -> None:
                 table.add_row(s["unit"], s["scheme"], f"{s['bits']:.2f}", f"{s['loss']:.2e}")
         show_table(table)
         console.print(f"predicted loss: {found['predicted_loss']:.3e} nats a token")
-    how = f"{found['method']}, {found['scheme']}"
-    console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a weight ({how})")
+    now, was = (f"{Variant(str(m)).disk_bytes() / 1e6:,.1f}" for m in (result.folder, model))
+    console.print(f"{result.folder}: {found['bits_per_weight']:.3f} bits a quantized weight; {now} MB, {was} before")
     for advice in found["recommendation"]:
         console.print(f"consider more bits for {', '.join(advice['modules'])}: {advice['reason']}")

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sameseed import scheme
-from sameseed.models.decoder import Decoder, llama_only
+from sameseed.models import config, decoder
 from sameseed.request import SamplingParams
 from sameseed.scheme import QuantTensor
 from sameseed.tokenizer import Tokenizer
@@ -143,9 +143,9 @@ def queries(q: Floats, scale: float, kv_format: str) -> Floats:
     )
 
 
-def forward(model: Decoder, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
+def forward(model: decoder.Decoder, texts: Seq[Seq[int]], kv_format: str, starts: Seq[int] = ()) -> list[Floats]:
     """Logits [S, V] after every token of each text, or after those from its place in `starts` on."""
-    c, w, ops = llama_only(model.config, "the textbook"), model.weights, model.ops
+    c, w, ops = config.llama_only(model.config, "the textbook"), model.weights, model.ops
 
     def linear(x: Floats, stack: QuantTensor | tuple[QuantTensor, ...], bias: Tensor | None = None) -> Floats:
         parts = stack if isinstance(stack, tuple) else (stack,)
@@ -175,7 +175,7 @@ def forward(model: Decoder, texts: Seq[Seq[int]], kv_format: str, starts: Seq[in
     return np.split(logits, np.cumsum([len(part) for part in ends])[:-1])
 
 
-def tolerance(model: Decoder, kv_format: str) -> float:
+def tolerance(model: decoder.Decoder, kv_format: str) -> float:
     """The tolerance that the model and its cache need: EXACT, HALVES or ROUNDED."""
     if any(m.activations is not None for m in model.weights.matrices):
         return ROUNDED

@@ -30,6 +30,7 @@ from sameseed.scheme import QuantScheme, QuantTensor, get
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias")
 MTP_FILES = "*[mM][tT][pP]*.safetensors"  # files that may hold an MTP block although no index names them
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WHOLE = "model.safetensors"
 SOME = 4096  # rows of an embedding that are compared at a time
 # The experts of Gemma 4 are not in `mlp`, and in some files in `moe`.
 EXPERTS = re.compile(r"(?<!\.mlp)(?:\.moe|\.feed_forward)?\.experts\.")
@@ -98,9 +99,11 @@ class Checkpoint(TensorSource):
                 raise ModelLoadError(f"{index} is no valid index ({error!r}); download it again") from None
             if any(not isinstance(n, str) or Path(n).name != n for n in names):
                 raise ModelLoadError(f"{index} names files outside its folder; that is not a sound checkpoint")
-            return names, weight_map
-        if (self.folder / "model.safetensors").exists():  # other files hold the same weights in other forms
-            return ["model.safetensors"], {}
+            if WHOLE in names or not (self.folder / WHOLE).exists():
+                return names, weight_map
+            say_once(f"{self.folder}: {WHOLE} is read, as in transformers, not the files of {index.name}")
+        if (self.folder / WHOLE).exists():  # other files hold the same weights in other forms
+            return [WHOLE], {}
         names = sorted(p.name for p in self.folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
         if not names:
             other = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sameseed.errors import ConfigError, ModelLoadError, say_once
+from sameseed.errors import ConfigError, ModelLoadError, SameseedError, say_once
 
 if TYPE_CHECKING:
     from sameseed.models.decoder import Decoder
@@ -277,7 +277,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
         raw = {**raw, **text, **{k: raw[k] for k in OUTER if raw.get(k) is not None}}
     usual = next((values for name, values in DEFAULTS.items() if architecture.startswith(name)), {})
     own = {key: value for key, value in raw.items() if value is not None or key not in usual}
-    return family(architecture).parse({**usual, **own, "architectures": [architecture]}, where)
+    raw = {**usual, **own, "architectures": [architecture]}
+    whole_number(raw, where, "num_hidden_layers", most=MAX_LAYERS)
+    try:
+        return family(architecture).parse(raw, where)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        if isinstance(error, SameseedError):
+            raise
+        raise ModelLoadError(f"{where} has a value of another kind than its key asks for ({error}); mend it") from error
 
 
 def family(architecture: str) -> type[Decoder]:
@@ -317,7 +324,7 @@ def base_config(
     if heads % kv_heads or head_dim % 2:
         raise ModelLoadError(f"{where}: {kv_heads} KV heads must divide {heads} heads, and head_dim {head_dim} be even")
     one_of(raw.get("hidden_act", act[0]), act, f"{where}: hidden_act")
-    layers, max_len = whole("num_hidden_layers", most=MAX_LAYERS), whole("max_position_embeddings", 2048)
+    layers, max_len = raw["num_hidden_layers"], whole("max_position_embeddings", 2048)
     rope = _rope(raw, max_len, where, head_dim, rotates)
     if rope.kind == "yarn":  # which users add without raising the model's own limit
         max_len = max(max_len, int(rope.original_max_len * rope.factor))
@@ -542,7 +549,7 @@ def _longrope(rope: RopeConfig, given: Mapping[str, Any], max_len: int, where: s
 
 
 def _windows(raw: Mapping[str, Any], layers: int, architecture: str, where: str) -> tuple[int | None, ...]:
-    qwen = architecture.startswith(("Qwen", "SmolLM3"))
+    qwen = architecture.startswith("Qwen")
     # 4096 and 28 are what Hugging Face takes where the key is absent; null means no window.
     windowless = architecture in WINDOWLESS or raw.get("sliding_window", 4096) is None
     if windowless or (qwen and not raw.get("use_sliding_window", False)):

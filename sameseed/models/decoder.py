@@ -16,15 +16,7 @@ from torch import Tensor
 from sameseed.batch import Batch, Steps
 from sameseed.errors import ConfigError, ModelLoadError
 from sameseed.kvcache.cache import KVCache
-from sameseed.models.config import (
-    ModelConfig,
-    View,
-    base_config,
-    layer_shapes,
-    llama_only as llama_only,
-    mlp_shapes,
-    one_of,
-)
+from sameseed.models.config import ModelConfig, View, base_config, layer_shapes, mlp_shapes, one_of
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.layers import LayerWeights, ModelWeights, rope_table
 from sameseed.models.weights import Shapes, WeightReader
@@ -60,9 +52,6 @@ class Runnable:
         if chosen is None and batch.draws is not None:  # the pass itself did not choose
             chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
         return logits, hidden, chosen
-
-    def _chosen(self, ops: Ops, logits: Tensor, batch: Batch) -> Tensor | None:
-        return None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Results:
         """One pass over (ops, batch, cache, how, ...): logits [R, V], captured states, and tokens that were drawn.
@@ -227,7 +216,7 @@ class Decoder(Runnable):
                 kept[i] = x
         logits = self._logits(ops, normed_rows(x, self.weights.norm, self.config.rms_eps, batch.logit_rows))
         hidden = ops.capture([kept[i] for i in captures]) if captures else None
-        return logits, hidden, self._chosen(ops, logits, batch)
+        return logits, hidden, None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
 
 
 def state_layers(cache: KVCache) -> list[StateLayer]:

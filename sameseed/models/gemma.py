@@ -158,11 +158,11 @@ class Gemma(Decoder):
         fourth = str(raw["architectures"][0]).startswith("Gemma4")
         raw = {k: v for k, v in raw.items() if v is not None}
         raw["hidden_act"] = raw["hidden_activation"]
-        raw["layer_types"] = kinds = _layer_types(raw)
+        raw["layer_types"] = kinds = _layer_types(raw, fourth)
         overrides = list((raw.get("per_layer_config") or {}).values())  # as newer files name the sizes of full layers
         wide = {**raw, **(overrides[0] if overrides and isinstance(overrides[0], dict) else {})}
         if fourth and not overrides:
-            wide["head_dim"] = raw.get("global_head_dim", 512)
+            wide["head_dim"] = whole_number(raw, where, "global_head_dim", 512, most=4096)
             if raw.get("attention_k_eq_v"):
                 wide["num_key_value_heads"] = raw.get("num_global_key_value_heads", raw.get("num_key_value_heads"))
         read = partial(base_config, where=where, qk_norm=True, act=GELU)
@@ -170,12 +170,10 @@ class Gemma(Decoder):
         base, small = (read({**c, "rope_parameters": r, "rope_scaling": None}) for c, r in ((wide, full), (raw, local)))
         shift = 0.0 if fourth or raw.get("norms_stored_whole") else 1.0
         whole = partial(whole_number, raw, where)
-        shared, softcap = whole("num_kv_shared_layers", 0, least=0), raw.get("final_logit_softcapping", 0.0)
+        shared = whole("num_kv_shared_layers", 0, least=0)
         first = base.num_layers - shared
         if shared > base.num_layers or not set(kinds[first:]) <= set(kinds[:first]):
             raise ModelLoadError(f"{where}: num_kv_shared_layers {shared} leaves no layer of each kind with a cache")
-        if not isinstance(softcap, int | float):
-            raise ModelLoadError(f"{where}: final_logit_softcapping must be a number, got {softcap!r:.80}")
         per_layer = whole("hidden_size_per_layer_input", 256, least=0) if fourth else 0
         return GemmaConfig(
             **{**vars(base), "norm_shift": shift},
@@ -183,7 +181,7 @@ class Gemma(Decoder):
             local_head_dim=small.head_dim,
             local_kv_heads=small.num_kv_heads,
             scale=1.0 if fourth else float(whole("query_pre_attn_scalar", 256)) ** -0.5,
-            softcap=float(softcap),
+            softcap=float(raw.get("final_logit_softcapping", 0.0)),
             keys_are_values=bool(raw.get("attention_k_eq_v")),
             num_shared=shared,
             wide=bool(raw.get("use_double_wide_mlp")),
@@ -217,6 +215,7 @@ class Gemma(Decoder):
         return {
             **common,
             "layer_types": [SLIDING if x else FULL for x in local],
+            "rope_parameters": {k: v for k, v in raw["rope_parameters"].items() if v != "default"},
             "head_dim": file.number("attention.key_length_swa"),
             "global_head_dim": raw["head_dim"],
             "num_key_value_heads": int(by_kind.get(True, raw["num_key_value_heads"])),
@@ -263,7 +262,7 @@ class Gemma(Decoder):
         for i, window in enumerate(config.windows):
             parts = ["v_proj"] if config.keys_are_values and window is None else []
             parts = ["k_proj", "k_norm", "v_proj"] if config.caches[i] != i else parts
-            names += [f"model.layers.{i}.self_attn.{part}.weight" for part in parts]
+            names += [f"model.layers.{i}.self_attn.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
         return names
 
     @classmethod
@@ -358,23 +357,21 @@ class Gemma(Decoder):
         return [ops.norm_add(projected[:, p], w.layer_norm, eps, own[:, p], 2**-0.5) for p in parts]
 
 
-def _layer_types(raw: Mapping[str, Any]) -> list[str]:
-    kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-    if isinstance(kinds, list) or not isinstance(layers, int):
-        return kinds if isinstance(kinds, list) else []
+def _layer_types(raw: Mapping[str, Any], fourth: bool) -> list[str]:
+    kinds, layers = raw.get("layer_types"), raw["num_hidden_layers"]
     every = raw.get("sliding_window_pattern") or PATTERN
-    return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    kinds = kinds if isinstance(kinds, list) else [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    return [*kinds[:-1], FULL] if fourth and len(kinds) == layers else kinds
 
 
 def _ropes(raw: Mapping[str, Any], fourth: bool, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope settings of layers that see all tokens and of those with a window; older files name two bases."""
-    by_kind = raw.get("rope_parameters")
-    by_kind = by_kind if isinstance(by_kind, dict) else {}
+    by_kind = raw.get("rope_parameters") or {}
     full = {"rope_theta": raw.get("rope_theta", 1_000_000.0), **(raw.get("rope_scaling") or {})}
     full |= by_kind.get(FULL) or ({} if SLIDING in by_kind else by_kind)
     local = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0), **(by_kind.get(SLIDING) or {})}
-    if fourth and full.get("rope_type") in (None, "default", "proportional"):  # most of a head does not turn
-        turned = int(full.get("partial_rotary_factor", 0.25) * head_dim // 2)
-        factors = [1.0] * turned + [math.inf] * (head_dim // 2 - turned)
+    if fourth and full.get("rope_type") in (None, "proportional"):  # most of a head does not turn
+        turned = int(full.get("partial_rotary_factor", 1.0 if "rope_type" in full else 0.25) * head_dim // 2)
+        factors = [float(full.get("factor", 1.0))] * turned + [math.inf] * (head_dim // 2 - turned)
         full = {"rope_type": "factors", "rope_theta": full["rope_theta"], "factors": factors}
     return full, local

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sameseed.models.config import MAX_LAYERS, ModelConfig, base_config, one_of, whole_number
+from sameseed.models.config import ModelConfig, base_config, one_of
 from sameseed.models.gguf.header import GGUFFile
 from sameseed.models.qwen3_moe import MoeConfig, Qwen3Moe, with_experts
 from sameseed.models.weights import Shapes
@@ -39,8 +39,7 @@ class GptOss(Qwen3Moe):
         if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
             raw = {**raw, "rope_parameters": YARN}
         if raw.get("layer_types") is None:
-            layers = whole_number(raw, where, "num_hidden_layers", most=MAX_LAYERS)
-            raw = {**raw, "layer_types": [KINDS[i % 2] for i in range(layers)]}
+            raw = {**raw, "layer_types": [KINDS[i % 2] for i in range(raw["num_hidden_layers"])]}
         return with_experts(MoeConfig, base_config(raw, where), raw, where, "intermediate_size", limit=limit)
 
     @classmethod

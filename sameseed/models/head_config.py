@@ -223,13 +223,12 @@ def parse_head_config(raw: Mapping[str, Any], where: str = "config.json") -> Hea
     if not block and (kind in ("", "block") or algorithm not in (None, "eagle3")):
         found = str(algorithm or name)[:80]
         raise ModelLoadError(f"{where}: a draft head of kind {found!r} is not supported; these are: {', '.join(HEADS)}")
-    inner = raw if algorithm is None else raw.get("transformer_layer_config")
+    inner: Any = raw if algorithm is None else raw.get("transformer_layer_config")
     own_key = "dflash_config" if block else "eagle_config"
     own = raw.get(own_key) or {}
     for key, value in (("transformer_layer_config", inner), (own_key, own)):
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"{where}: {key} must be an object, got {str(value)[:80]}")
-    assert isinstance(inner, Mapping)
     settings, usual = {**own, **raw}, "qwen3" if block or "Qwen3" in name else "llama"
     model_type = one_of(inner.get("model_type", usual), LAYERS, f"{where}: a head of model_type")
     layer = {**inner, "architectures": [LAYERS[model_type]]}

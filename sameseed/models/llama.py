@@ -42,9 +42,12 @@ class Llama(Decoder):
         if name == "SmolLM3ForCausalLM":
             every = whole_number(raw, where, "no_rope_layer_interval", 4)
             turns = raw.get("no_rope_layers") or [(i + 1) % every for i in range(base.num_layers)]
-            if not isinstance(turns, list) or len(turns) != base.num_layers:
+            if not isinstance(turns, list) or len(turns) < base.num_layers:
                 raise ModelLoadError(f"{where}: no_rope_layers must list all {base.num_layers} layers")
-            return replace(base, still_layers=frozenset(i for i, turn in enumerate(turns) if not turn))
+            still = frozenset(i for i, turn in enumerate(turns[: base.num_layers]) if not turn)
+            slides = still if raw.get("use_sliding_window") else ()
+            windows = tuple(w if i in slides else None for i, w in enumerate(base.windows))
+            return replace(base, still_layers=still, windows=base.windows if raw.get("layer_types") else windows)
         if name == "GraniteForCausalLM":
             embedding, scores, residual, logits = (positive_number(raw, n, 1.0, where) for n in GRANITE.values())
             # Rows are kept divided by the factor of residuals, which norms do not notice where eps is adapted to it.

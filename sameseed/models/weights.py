@@ -86,7 +86,7 @@ def resolve_scheme(config: ModelConfig, source: TensorSource, quant: QuantScheme
     """
     tied = config.tied_embeddings and module == "model.embed_tokens"
     asked = quant.at(module, "lm_head") if tied else quant.at(module)
-    if module.endswith(ROUTERS) and asked == replace(quant, rules=()):
+    if module.endswith(ROUTERS) and asked.weights != "fp32" and not any(fnmatchcase(module, g) for g, _ in quant.rules):
         asked = QuantScheme()
     own = source.scheme(f"{module}.weight")
     if own is None:
@@ -338,6 +338,8 @@ class WeightReader:
         if as_stored and chosen.weights == "mxfp4" and not self.has_kernel(chosen):
             chosen = replace(chosen, activations=None)
         if as_stored and chosen.weights in KQUANTS | BLOCKS and not self.has_kernel(chosen):
+            if module.endswith(ROUTERS):
+                return QuantScheme("fp32"), False
             to = round_scheme(self.shapes[f"{module}.weight"][1])
             say_once(f"no kernel here has weights in {chosen}; they are rounded to {to} (--format fp32: not at all)")
             return to, False

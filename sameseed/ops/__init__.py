@@ -217,7 +217,7 @@ class Ops:
         self, rows: RowSource, w: ExpertWeights, residual: Tensor | None = None, logits: Tensor | None = None
     ) -> Tensor:
         """A mixture of experts of rows [T, C], plus residual [T, C]; returns [T, C]. `logits`: see the reference."""
-        done = self._experts(rows, w, residual, logits=logits)
+        done = None if self.backend is reference else self._experts(rows, w, residual, logits=logits)
         return reference.experts(rows, w, residual, self.product, self.rms_norm, logits) if done is None else done
 
     # --- cache ---

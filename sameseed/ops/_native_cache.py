@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sameseed.batch import Batch
+from sameseed.errors import ConfigError
 from sameseed.ops._layout import native
 from sameseed.ops._native_rows import DTYPES, F32, NOW, Executor, check_fit, described, floats, ints, vector
 from sameseed.ops._rows import DeltaWeights, StateLayer
@@ -195,12 +196,11 @@ def conv(x: Tensor, w: Tensor, layer: StateLayer, batch: Batch, on: Executor = N
 def delta(x: Tensor, w: DeltaWeights, layer: StateLayer, batch: Batch, on: Executor = NOW) -> Tensor:
     """Gated DeltaNet of rows x, as `reference.delta`. Raises IndexError for rows that do not fit the states."""
     x = floats(x)
-    slots, heads, depth, dim = layer.state.shape
-    taps, width = w.conv.shape
+    (slots, heads, depth, dim), (taps, width) = layer.state.shape, w.conv.shape
     check_fit("rows", x.shape[1], width + heads * dim + 2 * heads)
     check_fit("log", layer.log.shape[2], width + 2 * heads)
     if dim % 16 or depth % 2 or (width - heads * dim) % (2 * depth) or taps > 8:
-        raise ValueError(f"states of {depth} x {dim} values and {taps} columns have no kernel")
+        raise ConfigError(f"no kernel has states of {depth} x {dim} and {taps} columns; use --backend reference")
     offsets, positions, states = ints(batch.row_offsets), ints(batch.positions), batch.states
     out = on.empty(x.shape[0], 2 * heads * dim)
     weights = {"conv": w.conv, "decay": w.decay, "bias": w.bias, "norm": w.norm, "eps": w.eps, "tiled": w.tiled}

@@ -19,7 +19,7 @@ from sameseed.errors import ConfigError
 from sameseed.models.config import ModelConfig, llama_only, read_json
 from sameseed.models.loader import load_tokenizer, open_checkpoint, read_config, resolve_model
 from sameseed.models.save import check_destination, method_for, save_quantized
-from sameseed.models.weights import TensorSource, expected_shapes, resolve_scheme
+from sameseed.models.weights import TensorSource, check_rules, expected_shapes, resolve_scheme
 from sameseed.quantize import Pipeline, Stats, _budget as bits, check_stored, is_dense, parse_method
 from sameseed.quantize._calibrate import Calibration, read_calibration
 from sameseed.quantize._decoder import CPU, Linear, chunks, moved
@@ -86,6 +86,7 @@ def quantize(plan: QuantizePlan, report: Report = lambda *_: None) -> QuantizeRe
     folder = resolve_model(plan.model)
     check_destination(Path(os.path.abspath(plan.out)), plan.overwrite, folder)  # fail now, not at the end
     config = llama_only(read_config(folder), "quantize")
+    check_rules(config, scheme)
     record = folder / "twin.json"
     # In a twin, a constant dimension keeps padding tokens unlikely.
     if pipeline.rotates and record.exists() and read_json(record).get("constant") is not None:
@@ -106,8 +107,7 @@ def quantize(plan: QuantizePlan, report: Report = lambda *_: None) -> QuantizeRe
                 "better %d (--samples x --length)",
                 *(plan.calibration.name, count, config.intermediate_size, plan.samples * length),
             )
-        largest = int(calibration.rows.max())
-        if largest >= config.vocab_size:
+        if (largest := int(calibration.rows.max())) >= config.vocab_size:
             raise ConfigError(
                 f"the tokenizer gives token {largest} for {plan.calibration}, the model knows {config.vocab_size}; "
                 "is tokenizer.json the model's own?"

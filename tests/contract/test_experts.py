@@ -99,6 +99,16 @@ def test_other_gates_and_weights(backend, change):
 
 
 @every_backend
+def test_columns_may_have_an_order(backend):
+    """As GPTQ stores them (`desc_act`)."""
+    table, w, x, logits = ops.resolve(backend), mixture(backend, "fp32"), randn(4, C, seed=1), randn(4, E, seed=2)
+    order = torch.randperm(C, generator=torch.Generator().manual_seed(0))
+    ordered = replace(w, gate_up=tuple(replace(m, order=order) for m in w.gate_up))
+    wanted = table.experts(plain_rows(x[:, order]), w, logits=logits)
+    assert (table.experts(plain_rows(x), ordered, logits=logits) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+@every_backend
 def test_ties_go_to_the_lower_expert(backend):
     w, x = mixture(backend, "fp32"), randn(4, C, seed=1)
     flat = replace(w, router=ops.resolve(backend).encode(torch.zeros(E, C), QuantScheme.parse("fp32")))

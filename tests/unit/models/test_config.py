@@ -111,7 +111,14 @@ REFUSED = [
         ({**VARIANTS["gemma4"].raw, name: value}, name)
         for name, value in (  # with 3 shared layers, none is left that writes a cache
             *(("use_bidirectional_attention", "all"), ("num_kv_shared_layers", 3)),
-            *(("hidden_size_per_layer_input", -1), ("final_logit_softcapping", "30")),
+            ("hidden_size_per_layer_input", -1),
+        )
+    ),
+    *(
+        ({**VARIANTS["gemma4"].raw, name: value}, "of another kind")
+        for name, value in (
+            *(("final_logit_softcapping", "x"), ("layer_types", [[]]), ("per_layer_config", "x")),
+            ("rope_parameters", {"full_attention": 3}),
         )
     ),
     *(
@@ -212,6 +219,32 @@ def test_gpt_oss_alternates_and_stretches_as_transformers_takes_it():
     bare = {k: v for k, v in whole.items() if k not in left_out}
     read = [parse_config({**raw, "architectures": ["GptOssForCausalLM"]}) for raw in (whole, bare)]
     assert read[0] == read[1] and read[1].windows[:3] == (128, None, 128) and read[1].rope.factor == 32
+
+
+def test_layers_of_smollm3_slide_where_transformers_says():
+    config = pytest.importorskip("transformers").SmolLM3Config
+    raw = {**VARIANTS["smollm3"].raw, "sliding_window": 16}
+    kinds = ["sliding_attention", *["full_attention"] * (raw["num_hidden_layers"] - 1)]
+    for more in ({}, {"use_sliding_window": True}, {"layer_types": kinds}):
+        named = {n: raw[n] for n in ("num_hidden_layers", "no_rope_layers", "no_rope_layer_interval") if n in raw}
+        wanted = config(sliding_window=16, **named, **more).layer_types
+        assert [w == 16 for w in parse_config({**raw, **more}).windows] == [k == "sliding_attention" for k in wanted]
+
+
+@pytest.mark.parametrize(
+    ("full", "turned", "by"),
+    [({"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 4.0}, 0.25, 4.0),
+     ({"rope_type": "proportional"}, 1, 1.0), (None, 0.25, 1.0)],
+)  # fmt: skip
+def test_the_share_of_gemma_4s_wide_heads_that_turns(full, turned, by):
+    raw = VARIANTS["gemma4"].raw
+    kinds = {"full_attention": {"rope_theta": 1e6, **full}, "sliding_attention": {"rope_theta": 1e4}} if full else None
+    rope, half = parse_config({**raw, "rope_parameters": kinds}).rope, parse_config(raw).head_dim // 2
+    assert rope.kind == "factors" and rope.factors == (by,) * int(turned * half) + (math.inf,) * int(
+        half - turned * half
+    )
+    plain = parse_config({**raw, "rope_parameters": {**(kinds or {}), "full_attention": {"rope_type": "default"}}})
+    assert plain.rope.kind == "default"
 
 
 def test_smollm3_ties_its_embeddings_unless_config_json_denies_it():

@@ -173,6 +173,13 @@ def test_an_index_that_is_none(text, sharded):
     refused(sharded, str(sharded))
 
 
+def test_weights_beside_those_of_an_index_are_the_ones_that_transformers_reads(sharded):
+    save_file(random_tensors(parse_config(VARIANTS["llama3.2"].raw)), sharded / "model.safetensors")
+    for shard in sharded.glob("model-*"):
+        shard.write_bytes(b"")
+    load(sharded)
+
+
 LAST = "model-00003-of-00003.safetensors"
 
 
