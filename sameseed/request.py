@@ -56,7 +56,7 @@ class SamplingParams:
     presence_penalty: float = within(0.0, -2, 2, help="subtracted from the logit of every token written before")
     frequency_penalty: float = within(0.0, -2, 2, help="subtracted from a token's logit for each earlier occurrence")
     logit_bias: Mapping[int, float] = field(
-        default_factory=dict, hash=False, metadata={"help": "TOKEN=BIAS of a logit"}
+        default_factory=dict, hash=False, metadata={"help": "TOKEN=BIAS, added to a logit"}
     )
     allowed_token_ids: tuple[int, ...] | None = setting(None, "a token id that may be written; if given, no other may")
     banned_token_ids: tuple[int, ...] = setting((), "a token id that is never written")

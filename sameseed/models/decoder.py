@@ -53,6 +53,9 @@ class Runnable:
             chosen = self.ops.choose(logits, batch.draws.on(self.device), self.token_ids)
         return logits, hidden, chosen
 
+    def _chosen(self, ops: Ops, logits: Tensor, batch: Batch) -> Tensor | None:
+        return None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
+
     def _forward(self, *args: Any, **kwargs: Any) -> Results:
         """One pass over (ops, batch, cache, how, ...): logits [R, V], captured states, and tokens that were drawn.
 
@@ -216,7 +219,7 @@ class Decoder(Runnable):
                 kept[i] = x
         logits = self._logits(ops, normed_rows(x, self.weights.norm, self.config.rms_eps, batch.logit_rows))
         hidden = ops.capture([kept[i] for i in captures]) if captures else None
-        return logits, hidden, None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids)
+        return logits, hidden, self._chosen(ops, logits, batch)
 
 
 def state_layers(cache: KVCache) -> list[StateLayer]:

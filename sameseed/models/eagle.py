@@ -95,11 +95,7 @@ class EagleHead(Runnable):
         last = plain_rows(x, batch.logit_rows) if w.norm is None else normed_rows(x, w.norm, eps, batch.logit_rows)
         logits = ops.product(last, w.lm_head)
         own = ops.rms_norm(x, w.norm, eps) if w.norm is not None and self.config.norm_output else x
-        return (
-            logits,
-            ops.capture([own]),
-            None if batch.draws is None else ops.choose(logits, batch.draws, self.token_ids),
-        )
+        return logits, ops.capture([own]), self._chosen(ops, logits, batch)
 
     def _entering(self, ops: Ops, embedding: Tensor, features: Tensor) -> tuple[RowSource, Tensor]:
         """The rows that attention reads, and the residual [T, C]; from the tokens' embedding and features [T, C]."""

@@ -170,10 +170,7 @@ def _add_reading(app: FastAPI, service: Service) -> None:
         return JSONResponse({"version": sameseed.__version__})
 
     @app.get(
-        "/metrics",
-        summary="Counters and times, for Prometheus",
-        response_class=Response,
-        responses=_of_kind("text/plain"),
+        "/metrics", summary="Counts and times for Prometheus", response_class=Response, responses=_of_kind("text/plain")
     )
     async def counters() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(service.metrics.registry), media_type=metrics.CONTENT_TYPE)

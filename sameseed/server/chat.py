@@ -90,11 +90,8 @@ class ChatReply(Reply):
         for index in range(len(self.choices)):
             delta = {"role": "assistant", "content": ""}
             entry = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-            if self.show_tokens and not index:
-                ids = {"prompt_token_ids": self.prompts[0]}
-                yield event({**self.envelope(self.chunk_kind), "choices": [entry], **ids})
-            else:
-                yield self.chunk(entry)
+            ids = {"prompt_token_ids": self.prompts[0]} if self.show_tokens and not index else {}
+            yield event({**self.envelope(self.chunk_kind), "choices": [entry], **ids})
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         choice, ended = self.choices[piece.index], piece.completion is not None

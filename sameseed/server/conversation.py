@@ -70,10 +70,8 @@ class Turn(Fields):
     def plain(self) -> dict[str, Any]:
         """The message with all that it came with, also fields that are unknown here: templates may read them."""
         made = self.model_dump(exclude_unset=True)
-        if isinstance(made.get("content"), list):
-            made["content"] = [
-                {"type": "text", "text": p["refusal"]} if p["type"] == "refusal" else p for p in made["content"]
-            ]
+        if isinstance(parts := made.get("content"), list):
+            made["content"] = [{"type": "text", "text": p["refusal"]} if p["type"] == "refusal" else p for p in parts]
         # An item of /v1/responses has these beside the message.
         dropped = ("type", "id", "status") if made.get("type") == "message" else ()
         return {name: value for name, value in made.items() if value is not None and name not in dropped}

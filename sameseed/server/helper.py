@@ -102,10 +102,8 @@ class Helper:
             self._pid, ours = self._spawn()
             self._streams = await asyncio.open_unix_connection(sock=ours)
             result = await self._exchange(setup, STARTING)
-        except OSError as error:  # no process, memory or descriptor is available now
-            log.error("the process beside the server cannot be started: %s", error.strerror)
-        except HelperDiedError as error:
-            log.error("the process beside the server cannot be set up: %s", error)
+        except (OSError, HelperDiedError) as error:  # or no process, memory or descriptor is available now
+            log.error("the process beside the server cannot be started: %s", error)
         else:
             if result.fault:
                 await self._end()

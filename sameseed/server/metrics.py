@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sameseed.server.replies import Reply
 
 PREFIX = "vllm:"
+Kind = type[GaugeMetricFamily | CounterMetricFamily]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -134,14 +135,7 @@ class ServerMetrics(Collector):
                 sums.update(stats.get(key, {}))
             yield self._family(counter, name, text, sums, label)
 
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        values: float | Mapping[str, float],
-        label: str = "",
-    ) -> Metric:
+    def _family(self, kind: Kind, name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
         labels = ["model_name", label] if label else ["model_name"]
         family = kind(PREFIX + name, text, labels=labels)
         for of, value in values.items() if isinstance(values, Mapping) else (("", values),):

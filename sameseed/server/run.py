@@ -120,8 +120,7 @@ class Runner:
         return EXIT_ENGINE if self._failure is not None else 0
 
     async def _announce(self, listener: socket.socket) -> None:
-        told = {"url": url_of(self._config, listener)}
-        told["model"] = self._config.model_name
+        told = {"url": url_of(self._config, listener), "model": self._config.model_name}
         person = sys.stdout.isatty()
         if person:
             print(f"{told['model']} is being loaded; it will answer at {told['url']}", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sameseed.server import limits
 from sameseed.server.errors import ApiError, bad_request
-from sameseed.server.unions import TYPES, Unions, are_apart, enumerated, listed_values, target, telling
+from sameseed.server.unions import TYPES, Unions, are_apart, are_texts, enumerated, listed_values, target, telling
 
 # Keywords by the type that they apply to. Beside those of strings and numbers a schema must state its type, or the
 # grammar compiler would ignore them.
@@ -67,12 +67,12 @@ def check(schema: Any, name: str, character: str = "") -> str:
 
 
 def matches(value: Any, schema: Any) -> bool:
-    """Whether a value matches a schema. One with patterns is never matched, as they could take forever."""
-    from jsonschema import Draft202012Validator, exceptions  # late: hardly a request needs it
+    """Whether a value matches a schema (`jsonschema`). One with patterns is never matched: they could take forever."""
+    from jsonschema import Draft202012Validator, exceptions  # late: many servers never need it
     from referencing import Registry
 
-    with suppress(exceptions.UnknownType, TypeError):
-        checker = Draft202012Validator(schema, registry=Registry())
+    with suppress(exceptions.UnknownType, TypeError):  # the schema is none
+        checker = Draft202012Validator(schema, registry=Registry())  # one that fetches nothing
         return '"pattern' not in _ENCODER.encode(schema) and bool(checker.is_valid(value))
     return False
 
@@ -196,7 +196,7 @@ class _SchemaWriter:
     def _plain(self, node: dict[str, Any], place: str) -> None:
         keys, types = {*node}, node.get("type", [])
         types = [types] if isinstance(types, str) else types
-        if not _are_types(types) or ("type" in node and not types):
+        if not (are_texts(types) and {*types} <= TYPES) or ("type" in node and not types):
             raise self._fault(f"{place}.type", f"must be of {', '.join(sorted(TYPES))}")
         for group, needed in ((_OF_STRINGS, "string"), (_OF_NUMBERS, "number")):
             if keys & group and not types:
@@ -262,7 +262,7 @@ class _SchemaWriter:
         elif "propertyNames" in node:
             self._names(node, f"{place}.propertyNames")
         properties, required = node.get("properties", {}), node.get("required", [])
-        if not isinstance(required, list) or any(not isinstance(k, str) for k in required):
+        if not are_texts(required):
             raise self._fault(f"{place}.required", "must be a list of names")
         missing = [name for name in required if name not in properties] if isinstance(properties, dict) else []
         if missing and not isinstance(others := node.get("additionalProperties"), dict):
@@ -492,7 +492,3 @@ def _exact(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_exact, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-def _are_types(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(t, str) and t in TYPES for t in value)

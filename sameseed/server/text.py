@@ -141,9 +141,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Seq[int]) -
     calls = parser_for(template) or ""
     form, thoughts = FORMATS.get(calls), marks_for(template, calls) or ("", "")
     text = "".join((form.begin, form.separator, form.end, QUOTE, *thoughts[:2])) if form else ""
-    marks = {
-        token for token in tokenizer.special_ids if token < vocab_size and (tokenizer.token(token) or "\0") in text
-    }
+    marks = {t for t in tokenizer.special_ids if t < vocab_size and (tokenizer.token(t) or "\0") in text}
     hidden = [token not in marks and tokenizer.is_silent(token) for token in range(vocab_size)]
     pieces = zip(hidden, tokenizer.pieces(range(vocab_size)), strict=True)
     return Vocabulary([b"" if gone else piece for gone, piece in pieces], eos_token_ids, marks)

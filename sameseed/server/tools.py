@@ -225,8 +225,8 @@ class Parser:
             return False
         reader, end, size = region
         body = buffer[:end] if end >= 0 else buffer
-        is_open = self._checked and self._mark in ("", *FENCES)  # no grammar wrote it
-        if not is_open and (head := self._head(reader, body)) is not None:
+        is_unchecked = self._checked and self._mark in ("", *FENCES)  # no grammar wrote it
+        if not is_unchecked and (head := self._head(reader, body)) is not None:
             begin, self._inner.at = head.end(), max(self._inner.at, head.end())
             shut = self._inner.find(buffer)
             is_long = len(body) > begin + LONG and not 0 <= shut <= begin + LONG
@@ -247,7 +247,7 @@ class Parser:
         if reader is not None:
             with suppress(ValueError, LookupError, TypeError, RecursionError):  # it is no call
                 calls = reader(body, self._tools)
-        if is_open and not all(schemas.matches(json.loads(c.arguments), self._tools[c.name]) for c in calls):
+        if is_unchecked and not all(schemas.matches(json.loads(c.arguments), self._tools[c.name]) for c in calls):
             calls = []
         shown = 0 if reader is not _sent else body.find(ARGUMENTS) + len(ARGUMENTS)  # the rest is Harmony's header
         if end < 0:  # if this is no call, a later one may be

@@ -76,7 +76,7 @@ class Unions:
             others = part.get("additionalProperties", True)
             if part.keys() - _MERGED or part.get("type", "object") != "object" or not isinstance(own, dict):
                 return None
-            if not _are_texts(names) or not isinstance(others, bool):
+            if not are_texts(names) or not isinstance(others, bool):
                 return None
             self._num_left -= len(own) + len(names) + 100 * len(own.keys() & properties.keys())  # these are compared
             if self._num_left < 0 or not all(_are_equal(properties.get(k, own[k]), own[k]) for k in own):
@@ -189,7 +189,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # to Python, 1 equals true
 
 
-def _are_texts(names: Any) -> bool:
+def are_texts(names: Any) -> bool:
+    """Whether this is a list of texts."""
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
@@ -207,7 +208,7 @@ def said_types(form: Any) -> set[str]:
     if (values := enumerated(form)) is not None:
         return {KINDS[type(value)] for value in values}
     said: Any = form.get("type") if isinstance(form, dict) else None
-    return {said} if isinstance(said, str) else {*said} if _are_texts(said) else set()
+    return {said} if isinstance(said, str) else {*said} if are_texts(said) else set()
 
 
 def types_of(form: Any) -> set[str]:

@@ -95,8 +95,8 @@ async def prefix(inquiry: Inquiry, evidence: Evidence) -> None:
         long, half = (prompts.as_prompt(part, inquiry.chat) for part in (text, text[: len(text) // 2]))
         asked = ServerQuestion(long, inquiry.args.max_tokens, salt=inquiry.asker.salt(), fields=on)
         cold, hit = await inquiry.asker.ask(asked), await inquiry.asker.ask(asked)
-        await inquiry.asker.ask(short := replace(asked, prompt=half, max_tokens=1, salt=inquiry.asker.salt()))
-        partly = await inquiry.asker.ask(replace(asked, salt=short.salt))
+        other = replace(asked, salt=inquiry.asker.salt())  # it finds the first half alone
+        _, partly = await inquiry.asker.ask(replace(other, prompt=half, max_tokens=1)), await inquiry.asker.ask(other)
         for way, answer in (("found", hit), ("found in part", partly)):
             evidence.compare(f"long prompt {n + 1}, {way}", cold, answer)
             told += answer.num_cached is not None

@@ -89,6 +89,14 @@ def test_shares_of_the_limits_are_derived_from_the_records():
     assert max(spreads) * 1.638 / 1.282 == pytest.approx(paper.SPREAD, rel=0.02)
 
 
+def test_records_that_were_held_out_are_predicted_within_what_the_guide_says():
+    errors = []
+    for record in RECORDS:
+        shares = Passes([r for r in RECORDS if r is not record]).best()
+        errors += list(abs(np.expm1(Passes([record]).errors(*shares))))
+    assert np.median(errors) < 0.12 and max(errors) < 0.27
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.shape["name"])
 def test_batches_are_predicted_though_the_shares_saw_none(record):
     errors = []
